@@ -1,9 +1,9 @@
 """Leave the contexts that a caller's stack has put around our constructor, and come back to them.
 
-A tower is built inside an outer model's `__init__`, and that often runs inside contexts meant for the outer model alone:
-a meta device, a default dtype, skipped or emptied initialisers, patched `register_parameter`, the FSDP environment,
-DeepSpeed's `zero.Init`. `clean_contexts` steps out of all of them for the time of one build and restores every one on the
-way out, also when the build fails.
+A tower is built inside an outer model's `__init__`, and that often runs inside contexts meant for the outer model
+alone: a meta device, a default dtype, skipped or emptied initialisers, patched `register_parameter`, the FSDP
+environment, DeepSpeed's `zero.Init`. `clean_contexts` steps out of all of them for the time of one build and restores
+every one on the way out, also when the build fails.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 import torch.nn.init
-from torch import nn
 
 __all__ = ["clean_contexts", "pristine"]
 
 # With both set, transformers and accelerate take every rank but the first for one that need not be filled.
 _FSDP_ENVIRONMENT: Final = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-_PATCHED_METHODS: Final = {
+_PATCHED_METHODS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "torch.nn.modules.module": {"Module": ("register_parameter", "register_buffer", "__init__")},
     "transformers.modeling_utils": {"PreTrainedModel": ("init_weights", "tie_weights")},
 }
@@ -54,21 +53,25 @@ def pristine(current: Callable[..., Any], *, module: str, qualname: str) -> Call
     return next(live, current)
 
 
-def _patched_functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield (owner, name, original) for each function that an ambient context has replaced."""
+def _candidates() -> Iterator[tuple[Any, str, str]]:
+    """Yield (owner, name, qualified name) of each function that an ambient context may have replaced."""
     for module_name, owners in _PATCHED_METHODS.items():
         module = sys.modules.get(module_name)
-        for owner_name, names in owners.items() if module else ():
-            owner = getattr(module, owner_name)
-            for name in names:
-                original = pristine(vars(owner)[name], module=module_name, qualname=f"{owner_name}.{name}")
-                if original is not vars(owner)[name]:
-                    yield owner, name, original
-    for name, current in list(vars(torch.nn.init).items()):
+        for owner_name, names in owners.items():
+            owner = getattr(module, owner_name, None)
+            yield from ((owner, name, f"{owner_name}.{name}") for name in names if owner is not None)
+    for name, current in vars(torch.nn.init).items():
         if isinstance(current, types.FunctionType) and name.endswith("_") and not name.startswith("_"):
-            original = pristine(current, module="torch.nn.init", qualname=name)
-            if original is not current:
-                yield torch.nn.init, name, original
+            yield torch.nn.init, name, name
+
+
+def _patched_functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Yield (owner, name, original) of each function that is replaced just now."""
+    for owner, name, qualname in _candidates():
+        home = getattr(owner, "__module__", torch.nn.init.__name__)
+        original = pristine(vars(owner)[name], module=home, qualname=qualname)
+        if original is not vars(owner)[name]:
+            yield owner, name, original
 
 
 @contextlib.contextmanager

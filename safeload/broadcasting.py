@@ -1,7 +1,8 @@
 """Move the payload over the process group: bytes in buckets of bounded size, straight into their final memory.
 
-Large segments are sent in place, slice by slice, from the source's own memory into the receiver's final memory. Small ones
-are packed into one staging bucket, since a collective costs more than copying a few kilobytes. One path for every dtype and
+Large segments are sent in place, slice by slice, from the source's own memory into the receiver's final memory. Small
+ones are packed into one staging bucket, since a collective costs more than copying a few kilobytes. One path for
+every dtype and
 backend: everything is uint8.
 """
 
@@ -94,11 +95,13 @@ def broadcast(
     for bucket in buckets(load_plan):
         size_bytes = sum(piece.size_bytes for piece in bucket)
         wire = _wire(bucket, target if target is not None else source, device, size_bytes)
-        for piece, part in _parts(bucket, wire) if source is not None else ():
-            _copy(part, _slice(source, piece))
+        for piece, part in _parts(bucket, wire):
+            if source is not None:
+                _copy(part, _slice(source, piece))
         group.broadcast(wire)
-        for piece, part in _parts(bucket, wire) if target is not None else ():
-            _copy(_slice(target, piece), part)
+        for piece, part in _parts(bucket, wire):
+            if target is not None:
+                _copy(_slice(target, piece), part)
         moved += size_bytes
         if on_bytes is not None:
             on_bytes(size_bytes)

@@ -1,7 +1,7 @@
 """The pipeline, readable top to bottom: resolve, verify, seal, build, plan, move, place, protect.
 
-The source rank alone touches the checkpoint. Each stage ends in an agreement of all ranks before a collective follows, so
-that a failure on any rank is the same error on every rank, and nobody is left waiting.
+The source rank alone touches the checkpoint. Each stage ends in an agreement of all ranks before a collective
+follows, so that a failure on any rank is the same error on every rank, and nobody is left waiting.
 """
 
 from __future__ import annotations
@@ -21,90 +21,22 @@ import torch
 from torch import nn
 
 from safeload.broadcasting import broadcast
-from safeload.building import Recipe, build_peer, build_source, public_dtype, recipe_of, refuse_arguments
+from safeload.building import build_peer, build_source
 from safeload.errors import SafeLoadError
 from safeload.group import Group, join_group
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, plan, segment_views
 from safeload.protecting import protect
+from safeload.recipes import Recipe, recipe_of
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock, progress_bar
+from safeload.requesting import Request, floating_dtype
 from safeload.resolving import resolve
 from safeload.sealing import SealedCheckpoint, open_folder, seal
 from safeload.verifying import Verification, expect, verify
 
 __all__ = ["safe_from_pretrained"]
 
-_CHOICES: Final = {
-    "transport": ("auto", "broadcast"),
-    "memory": ("sealed", "mapped"),
-    "verify": ("auto", "strict", "off"),
-}
 _CPU: Final = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What the caller asked for; the arguments of `safe_from_pretrained`."""
-
-    model_class: Callable[..., Any]
-    origin: str
-    config: Any
-    dtype: torch.dtype | str | None
-    device: torch.device | str | int | None
-    where: Mapping[str, Any]  # revision, subfolder, variant, cache_dir, token, local_files_only
-    transport: str
-    memory: Literal["sealed", "mapped"]
-    verify: Literal["auto", "strict", "off"]
-    manifest: Any
-    manifest_sha256: str | None
-    allow_pickle: bool
-    progress: bool | None
-    ignore_unexpected: tuple[str, ...]
-    model_kwargs: Mapping[str, Any]
-
-    @property
-    def trust_remote_code(self) -> bool:
-        """Whether the caller asked for the repository's own code by name."""
-        return bool(self.model_kwargs.get("trust_remote_code"))
-
-    def check(self) -> None:
-        """Refuse what cannot be honoured, before anything is read."""
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise SafeLoadError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}")
-        if self.config is not None and not hasattr(self.config, "to_dict"):
-            raise SafeLoadError(f"config={self.config!r}: expected a configuration object, or None for the checkpoint's own")
-        public_dtype(self.dtype)
-        refuse_arguments(self.model_class, self.model_kwargs)
-
-    def statement(self) -> dict[str, str]:
-        """Return what this rank called, in a form that is the same on ranks that call the same."""
-        stated = {
-            "model_class": _name(self.model_class),
-            "path": self.origin,
-            "dtype": str(self.dtype),
-            "config": "None" if self.config is None else json.dumps(self.config.to_dict(), sort_keys=True, default=str),
-            "kwargs": ", ".join(f"{name}={_stable(value)}" for name, value in sorted(self.model_kwargs.items())),
-        }
-        stated |= {name: str(self.where[name]) for name in ("revision", "subfolder", "variant")}
-        names = ("transport", "memory", "verify", "manifest_sha256", "allow_pickle", "ignore_unexpected")
-        return stated | {name: str(getattr(self, name)) for name in names}
-
-
-def _name(thing: Any) -> str:
-    thing = getattr(thing, "func", thing)  # functools.partial
-    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-
-
-def _stable(value: Any) -> str:
-    """Text of a value without what differs between processes, such as an address."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_stable(item)}" for key, item in sorted(value.items(), key=str)) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_stable, value)) + "]"
-    if value is None or isinstance(value, str | int | float | torch.dtype | torch.device):
-        return repr(value)
-    return _name(type(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +103,8 @@ def safe_from_pretrained(
         self.vision_tower = safe_from_pretrained(CLIPVisionModel, path)
 
     Args:
-        model_class: A transformers class or Auto class, a diffusers `ModelMixin`, or any callable without arguments that
-            returns an `nn.Module`; then the path is a file or folder of safetensors, and `key_mapping={regex:
+        model_class: A transformers class or Auto class, a diffusers `ModelMixin`, or any callable without arguments
+            that returns an `nn.Module`; then the path is a file or folder of safetensors, and `key_mapping={regex:
             replacement}` renames the checkpoint's keys.
         pretrained_model_name_or_path: A folder, a .safetensors file, or the id of a repository on the Hub. Only the
             source rank looks at it.
@@ -183,8 +115,8 @@ def safe_from_pretrained(
         cache_dir: The Hub cache.
         token: For private and gated repositories.
         local_files_only: Make no request.
-        dtype: None or "auto" is as stored; a floating torch dtype or its name casts once, on the source, before anything
-            is sent.
+        dtype: None or "auto" is as stored; a floating torch dtype or its name casts once, on the source, before
+            anything is sent.
         device: Where the tower lives on this rank. None is this process's accelerator if there is one, else the cpu.
         group: The process group; None is the default one. Without a process group one process loads for itself.
         source_rank: Rank within `group` that reads the checkpoint.
@@ -216,7 +148,7 @@ def safe_from_pretrained(
     Ranks:
         Called on every rank of `group`, in the same order. Every rank returns, or every rank raises the same error.
     """
-    request = _Request(
+    request = Request(
         model_class=model_class,
         origin=os.fspath(pretrained_model_name_or_path),
         config=config,
@@ -250,7 +182,7 @@ def safe_from_pretrained(
         return ranks.agree("protect", lambda: protect(module, origin=request.origin, report=report))
 
 
-def _load_on_source(request: _Request, ranks: Group, clock: StageClock, kept: ExitStack) -> _Loaded | None:
+def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: ExitStack) -> _Loaded | None:
     """Run every stage that touches the checkpoint; the other ranks wait and learn of a failure."""
 
     def step(stage: str, run: Callable[[], Any]) -> Any:
@@ -288,28 +220,24 @@ def _load_on_source(request: _Request, ranks: Group, clock: StageClock, kept: Ex
     return _Loaded(module=module, letter=letter, sealed=sealed) if ranks.is_source else None
 
 
-def _build(request: _Request, sealed: SealedCheckpoint) -> nn.Module:
+def _build(request: Request, sealed: SealedCheckpoint) -> nn.Module:
     with open_folder(sealed) as folder:
         return build_source(
             request.model_class,
             folder,
             origin=request.origin,
             config=request.config,
-            dtype=public_dtype(request.dtype),
+            dtype=floating_dtype(request.dtype),
             variant=request.where["variant"],
-            weights=[folder / file.name for file in sealed.weight_files],
+            weights=[folder / name for name in sealed.weight_names],
             ignore_unexpected=request.ignore_unexpected,
             model_kwargs=request.model_kwargs,
         )
 
 
-def _write_letter(
-    request: _Request, module: nn.Module, sealed: SealedCheckpoint, verification: Verification
-) -> _Letter:
+def _write_letter(request: Request, module: nn.Module, sealed: SealedCheckpoint, verification: Verification) -> _Letter:
     load_plan = plan(module)
-    files = {
-        name: sealed.read(name).decode() for name in sealed.checkpoint.small if request.trust_remote_code
-    }
+    files = {name: sealed.read(name).decode() for name in sealed.checkpoint.small if request.trust_remote_code}
     facts = {
         "tower": type(module).__name__,
         "repo_id": sealed.checkpoint.repo_id,
@@ -324,7 +252,7 @@ def _write_letter(
 
 
 def _fill_every_rank(
-    request: _Request, ranks: Group, clock: StageClock, loaded: _Loaded | None
+    request: Request, ranks: Group, clock: StageClock, loaded: _Loaded | None
 ) -> tuple[nn.Module, _Letter]:
     """Construct on the other ranks, move the bytes, put them in place."""
     with clock.stage("plan"):
@@ -345,7 +273,7 @@ def _fill_every_rank(
     return module, letter
 
 
-def _build_peer(request: _Request, letter: _Letter) -> nn.Module:
+def _build_peer(request: Request, letter: _Letter) -> nn.Module:
     with _code_folder(letter.recipe) as folder:
         module = build_peer(
             request.model_class,
@@ -376,7 +304,8 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         if not torch.accelerator.is_available():
             return _CPU
-        return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
+        current = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device(current.type if current else "cpu", torch.accelerator.current_device_index())
     found = torch.device(device)
     if found.type == "meta":
         raise SafeLoadError("device='meta': a frozen tower has real weights on every rank; expected a real device")
@@ -384,7 +313,7 @@ def _device(device: torch.device | str | int | None) -> torch.device:
 
 
 def _report(
-    request: _Request,
+    request: Request,
     ranks: Group,
     clock: StageClock,
     meter: MemoryMeter,

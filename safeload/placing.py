@@ -1,8 +1,8 @@
 """Check a rank's module against the plan, and put the received bytes into it.
 
-Receives a module that this rank's constructor made (its tensors may be on meta), the plan of the source rank and memory for
-every segment. Gives the module filled: dtype, shape, strides and aliases come from the plan, never from the module. Nothing
-stays unfilled and nothing stays on meta.
+Receives a module that this rank's constructor made (its tensors may be on meta), the plan of the source rank and
+memory for every segment. Gives the module filled: dtype, shape, strides and aliases come from the plan, never from
+the module. Nothing stays unfilled and nothing stays on meta.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def allocate(load_plan: LoadPlan, device: torch.device) -> tuple[torch.Tensor, .
 
     Ranks: every rank that receives.
     """
-    return tuple(
-        torch.empty(segment.size_bytes, dtype=torch.uint8, device=device) for segment in load_plan.segments
-    )
+    return tuple(torch.empty(segment.size_bytes, dtype=torch.uint8, device=device) for segment in load_plan.segments)
 
 
 def _differences(ours: dict[str, NamedTensor], load_plan: LoadPlan) -> dict[str, str]:
@@ -70,7 +68,8 @@ def _differences(ours: dict[str, NamedTensor], load_plan: LoadPlan) -> dict[str,
 def check_module(module: nn.Module, load_plan: LoadPlan) -> None:
     """Compare the module that this rank constructed with the plan.
 
-    Shapes of parameters must agree; those of buffers and attributes may differ, since a buffer may be sized by the load.
+    Shapes of parameters must agree; those of buffers and attributes may differ, since a buffer may be sized by the
+    load.
 
     Args:
         module: What this rank's constructor made.

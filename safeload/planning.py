@@ -1,8 +1,8 @@
 """Turn the source's finished module into a plan that every rank can check and fill, without opening a file.
 
-Receives a module whose tensors are all there. Gives a `LoadPlan`: names, kinds, shapes, dtypes, strides, aliases and the
-order of the bytes. It travels as JSON. Receivers allocate from the plan, never from their own module, so that a rank whose
-module says another dtype cannot reinterpret what it is sent.
+Receives a module whose tensors are all there. Gives a `LoadPlan`: names, kinds, shapes, dtypes, strides, aliases and
+the order of the bytes. It travels as JSON. Receivers allocate from the plan, never from their own module, so that a
+rank whose module says another dtype cannot reinterpret what it is sent.
 
 Memory is planned by *segment*: the smallest range of bytes that holds a tensor, or several that overlap. Tied and
 overlapping tensors share a segment, so that each byte is sent once and aliases are aliases again on every rank.
@@ -69,7 +69,9 @@ class TensorSpec:
         """The dtype as torch knows it."""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"the plan gives {self.name} the dtype {self.dtype!r}, which this torch does not know")
+            raise CheckpointError(
+                f"the plan gives {self.name} the dtype {self.dtype!r}, which this torch does not know"
+            )
         return dtype
 
 
@@ -177,8 +179,8 @@ def _refuse_special(tensors: tuple[NamedTensor, ...]) -> None:
     if bad:
         listed = "; ".join(f"{name} ({what})" for name, what in sorted(bad.items()))
         raise CheckpointError(
-            f"{len(bad)} tensors of the tower are not plain dense tensors with data, and cannot be sent as bytes: {listed}. "
-            "Quantised and sharded towers are not supported: load the tower in a floating dtype",
+            f"{len(bad)} tensors of the tower are not plain dense tensors with data, and cannot be sent as bytes: "
+            f"{listed}. Quantised and sharded towers are not supported: load the tower in a floating dtype",
             mismatched=bad,
         )
 
