@@ -178,7 +178,8 @@ def safe_from_pretrained(
         ranks.agree("arguments", request.check)
         loaded = _load_on_source(request, ranks, clock, kept)
         module, letter = _fill_every_rank(request, ranks, clock, loaded)
-        report = _report(request, ranks, clock, meter, letter, module, loaded)
+        device = str(next((parameter.device for parameter in module.parameters()), _CPU))
+        report = _report(request, ranks, clock, letter, _own_report(ranks, meter, letter, loaded, device))
         return ranks.agree("protect", lambda: protect(module, origin=request.origin, report=report))
 
 
@@ -312,31 +313,26 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     return found
 
 
-def _report(
-    request: Request,
-    ranks: Group,
-    clock: StageClock,
-    meter: MemoryMeter,
-    letter: _Letter,
-    module: nn.Module,
-    loaded: _Loaded | None,
-) -> LoadReport:
-    load_plan = letter.load_plan
-    meter.__exit__()
-    own = RankReport(
+def _own_report(ranks: Group, meter: MemoryMeter, letter: _Letter, loaded: _Loaded | None, device: str) -> RankReport:
+    meter.stop()
+    size_bytes = letter.load_plan.size_bytes
+    return RankReport(
         rank=ranks.global_rank,
         host=ranks.host,
         read_bytes=loaded.sealed.bytes_read if loaded else 0,
         files_opened=loaded.sealed.names if loaded else (),
-        sent_bytes=load_plan.size_bytes if loaded and ranks.size > 1 else 0,
-        received_bytes=0 if loaded else load_plan.size_bytes,
+        sent_bytes=size_bytes if loaded and ranks.size > 1 else 0,
+        received_bytes=0 if loaded else size_bytes,
         memory_before_bytes=meter.before_bytes,
         memory_peak_bytes=meter.peak_bytes,
         memory_after_bytes=meter.after_bytes,
-        device=str(next((p.device for p in module.parameters()), _CPU)),
+        device=device,
     )
+
+
+def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, own: RankReport) -> LoadReport:
     gathered = ranks.gather_bytes("report", own.to_json())
-    specs = [spec for spec in load_plan.tensors if spec.same_as is None]
+    specs = [spec for spec in letter.load_plan.tensors if spec.same_as is None]
     alone = ranks.size == 1
     return LoadReport(
         origin=request.origin,
@@ -345,7 +341,7 @@ def _report(
         transport="none" if alone else "broadcast",
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
         tensors=len(specs),
-        tower_bytes=load_plan.size_bytes,
+        tower_bytes=letter.load_plan.size_bytes,
         dtypes=Counter(spec.dtype for spec in specs),
         seconds=dict(clock.seconds),
         ranks=tuple(RankReport.from_json(raw) for raw in gathered),
