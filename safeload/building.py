@@ -124,7 +124,7 @@ def _quietly(
     from_pretrained: Callable[..., Any], folder: str, variant: str | None, kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Call the class's own loader, without its report: what it would warn of is judged by `check_fit`."""
-    # ignore_mismatched_sizes makes it report mismatches instead of raising without saying which: `check_fit` raises on any.
+    # ignore_mismatched_sizes makes it report mismatches, not raise without saying which: `check_fit` raises on any.
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "local_files_only": True}
     with _silence():
         try:
