@@ -76,6 +76,11 @@ class SealedCheckpoint:
         return tuple(self.file(str(name)) for name in names)
 
     @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names in the folder that `open_folder` shows, of the files that hold tensors."""
+        return tuple(_names_for_loader(self.checkpoint, file.name)[0] for file in self.weight_files)
+
+    @property
     def bytes_read(self) -> int:
         """How many bytes were read from the source, all files together."""
         return sum(file.size_bytes for file in self.files)
