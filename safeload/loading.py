@@ -23,6 +23,7 @@ from torch import nn
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
 from safeload.errors import SafeLoadError
+from safeload.examining import examine
 from safeload.group import Group, join_group
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, plan, segment_views
@@ -206,7 +207,6 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
             verify=request.verify,
             manifest=request.manifest,
             manifest_sha256=request.manifest_sha256,
-            token=request.where["token"],
         ),
     )
 
@@ -215,7 +215,8 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
             return kept.enter_context(seal(checkpoint, manifest, memory=request.memory, on_bytes=on_bytes))
 
     sealed = step("seal", read)
-    verification = step("verify", lambda: verify(manifest, sealed, mode=request.verify))
+    verification = step("verify", lambda: verify(manifest, sealed.digests, mode=request.verify))
+    step("examine", lambda: examine(sealed))
     module = step("build", lambda: _build(request, sealed))
     letter = step("plan", lambda: _write_letter(request, module, sealed, verification))
     return _Loaded(module=module, letter=letter, sealed=sealed) if ranks.is_source else None
