@@ -21,14 +21,29 @@ from typing import Any, Final
 from safeload.errors import SourceError
 from safeload.indexes import fold_name
 
-__all__ = ["OpenedFile", "copy_hashed", "freeze", "has_sealed_memory", "new_memory", "open_regular"]
+__all__ = [
+    "OpenedFile",
+    "Sink",
+    "copy_hashed",
+    "freeze",
+    "has_sealed_memory",
+    "is_frozen",
+    "new_memory",
+    "open_regular",
+    "read_start",
+    "write_at",
+    "writes_to",
+]
 
 _CHUNK_BYTES: Final = 1 << 20  # stays in the processor's cache between the read, the hash and the write
 _BUFFERS: Final = 4
 _LINUX_SEALS: Final = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
 _F_ADD_SEALS: Final = 1033
 
+_F_GET_SEALS: Final = 1034
+
 OnChunk = Callable[[int], None]
+Sink = Callable[[int, memoryview], None]  # where a chunk begins in the file, and its bytes, valid during the call only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +109,72 @@ def freeze(fd: int) -> None:
     fcntl.fcntl(fd, _F_ADD_SEALS, _LINUX_SEALS)
 
 
-def copy_hashed(
-    source: OpenedFile, target_fd: int | None, *, git_sha1: bool = False, on_chunk: OnChunk | None = None
-) -> dict[str, str]:
-    """Read a file to its end, once; hash each chunk from the buffer from which it is written to the target.
+def is_frozen(fd: int) -> bool:
+    """Say whether memory is sealed against writing, shrinking and growing.
+
+    Args:
+        fd: Any descriptor of it, also one that came from another process.
+    """
+    import fcntl
+
+    wanted = _LINUX_SEALS & ~0x0001
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS) & wanted == wanted
+    except OSError:  # not memory but a file on a disk
+        return False
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`.
+
+    Args:
+        fd: Memory or a file.
+        data: Contiguous bytes.
+        offset: Where in it.
+    """
+    written = 0
+    while written < len(data):
+        written += os.pwrite(fd, data[written:], offset + written)
+
+
+def writes_to(fd: int) -> Sink:
+    """Return a sink that writes every chunk to where it was in the file.
+
+    Args:
+        fd: Memory from `new_memory`.
+    """
+    return lambda offset, chunk: write_at(fd, chunk, offset)
+
+
+def read_start(source: OpenedFile, size_bytes: int) -> bytearray:
+    """Read the first bytes of a file, and leave the descriptor behind them: `copy_hashed` goes on from there.
 
     Args:
         source: The file, at its beginning.
-        target_fd: Where the bytes go; None hashes only.
+        size_bytes: How many; fewer where the file is shorter.
+
+    Raises:
+        SourceError: The file cannot be read.
+    """
+    start = bytearray(min(size_bytes, source.size_bytes))
+    del start[len(_read_chunk(source, start)) :]
+    return start
+
+
+def copy_hashed(
+    source: OpenedFile,
+    sink: Sink | None,
+    *,
+    start: bytearray | None = None,
+    git_sha1: bool = False,
+    on_chunk: OnChunk | None = None,
+) -> dict[str, str]:
+    """Read a file to its end, once; hash each chunk from the very buffer that is given to the sink.
+
+    Args:
+        source: The file, at its beginning or behind `start`.
+        sink: Where the bytes go; None hashes only.
+        start: What `read_start` has read of it already.
         git_sha1: Compute git's blob id beside sha256.
         on_chunk: Called with the size of each chunk. What it raises ends the copy.
 
@@ -114,16 +187,19 @@ def copy_hashed(
     hashers: dict[str, Any] = {"sha256": hashlib.sha256()}
     if git_sha1:
         hashers["git-sha1"] = hashlib.sha1(b"blob %d\0" % source.size_bytes, usedforsecurity=False)
-    read_bytes = 0
+    at = 0
     with _HashingThread(tuple(hashers.values()), chunk_bytes=min(_CHUNK_BYTES, source.size_bytes + 1)) as hashing:
-        while chunk := _read_chunk(source, hashing.free_buffer()):
-            read_bytes += len(chunk)
-            _check_size(source, read_bytes, at_end=False)
+        chunk = memoryview(start) if start else _read_chunk(source, hashing.free_buffer())
+        while chunk:
+            _check_size(source, at + len(chunk), at_end=False)
             hashing.update(chunk)
-            _write(target_fd, chunk)
+            if sink is not None:
+                sink(at, chunk)
             if on_chunk is not None:
                 on_chunk(len(chunk))
-    _check_size(source, read_bytes, at_end=True)
+            at += len(chunk)
+            chunk = _read_chunk(source, hashing.free_buffer())
+    _check_size(source, at, at_end=True)
     return {algorithm: hasher.hexdigest() for algorithm, hasher in hashers.items()}
 
 
@@ -163,16 +239,15 @@ class _HashingThread:
 
 
 def _read_chunk(source: OpenedFile, buffer: bytearray) -> memoryview:
+    """Fill the buffer; what is returned is shorter at the end of the file only."""
+    view, size_bytes = memoryview(buffer), 0
     try:
-        return memoryview(buffer)[: io.FileIO(source.fd, closefd=False).readinto(buffer)]
+        file = io.FileIO(source.fd, closefd=False)
+        while size_bytes < len(view) and (count := file.readinto(view[size_bytes:])):
+            size_bytes += count
     except OSError as error:
         raise _unreadable(source.path, error) from error
-
-
-def _write(fd: int | None, chunk: memoryview) -> None:
-    written = 0
-    while fd is not None and written < len(chunk):
-        written += os.write(fd, chunk[written:])
+    return view[:size_bytes]
 
 
 def _check_size(source: OpenedFile, read_bytes: int, *, at_end: bool) -> None:

@@ -25,10 +25,20 @@ from typing import Final, Literal
 from safeload.digests import Manifest, digest_of_all, require_covered
 from safeload.errors import IntegrityError, SourceError
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
-from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular
+from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular, writes_to
 from safeload.resolving import Checkpoint, require_known_weights
 
-__all__ = ["OnBytes", "SealedCheckpoint", "SealedFile", "open_folder", "seal"]
+__all__ = [
+    "OnBytes",
+    "OpenedCheckpoint",
+    "Progress",
+    "SealedCheckpoint",
+    "SealedFile",
+    "SourceFolder",
+    "open_checkpoint",
+    "open_folder",
+    "seal",
+]
 
 OnBytes = Callable[[int, int], None]
 
@@ -136,6 +146,66 @@ class SealedCheckpoint:
         self.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedCheckpoint:
+    """All files of a load, opened: the small ones read and sealed, the weights not read yet.
+
+    `source` owns the descriptors. `copies` says whether the weights are to be copied into sealed memory.
+    """
+
+    source: SourceFolder
+    small: tuple[SealedFile, ...]
+    index: WeightIndex | None
+    shards: tuple[OpenedFile, ...]
+    copies: bool
+
+    def with_weights(self, weights: Sequence[SealedFile]) -> SealedCheckpoint:
+        """Return the checkpoint with its weight files; the caller owns it from here on."""
+        return SealedCheckpoint(
+            checkpoint=self.source.checkpoint,
+            files=(*self.small, *weights),
+            index=self.index,
+            owner=self.source.owner.pop_all(),
+        )
+
+
+@contextmanager
+def open_checkpoint(
+    checkpoint: Checkpoint, manifest: Manifest, *, memory: Literal["sealed", "mapped"] = "sealed"
+) -> Iterator[OpenedCheckpoint]:
+    """Open every file that the load needs, once; read and seal all but the weights.
+
+    Args:
+        checkpoint: What is needed, by name.
+        manifest: Sizes it gives are compared before anything is read; its algorithms are computed beside sha256.
+        memory: "mapped" copies nothing and keeps the opened files themselves, for storage that nobody writes to.
+
+    Yields:
+        The opened files; those not passed on by `with_weights` are closed at the end.
+
+    Raises:
+        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
+        IntegrityError: A size is not the one in the manifest.
+        CheckpointError: The index or the config is malformed.
+
+    Ranks:
+        Source rank only.
+    """
+    with ExitStack() as owner, ExitStack() as opened:
+        source = SourceFolder(
+            checkpoint=checkpoint, manifest=manifest, owner=owner, opened=owner if memory == "mapped" else opened
+        )
+        copies = memory == "sealed"
+        small = source.read_all(source.open_all((*checkpoint.small, *filter(None, [checkpoint.index]))), copies=copies)
+        first = SealedCheckpoint(checkpoint=checkpoint, files=small, index=None, owner=owner)
+        if "config.json" in first.names:
+            require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
+        index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
+        require_covered(manifest, index.shards if index else ())
+        shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
+        yield OpenedCheckpoint(source=source, small=small, index=index, shards=tuple(shards), copies=copies)
+
+
 def seal(
     checkpoint: Checkpoint,
     manifest: Manifest,
@@ -162,20 +232,8 @@ def seal(
     Ranks:
         Source rank only.
     """
-    with ExitStack() as owner, ExitStack() as opened:
-        source = _Source(
-            checkpoint=checkpoint, manifest=manifest, owner=owner, opened=owner if memory == "mapped" else opened
-        )
-        copies = memory == "sealed"
-        small = source.read_all(source.open_all((*checkpoint.small, *filter(None, [checkpoint.index]))), copies=copies)
-        first = SealedCheckpoint(checkpoint=checkpoint, files=small, index=None, owner=owner)
-        if "config.json" in first.names:
-            require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
-        index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
-        require_covered(manifest, index.shards if index else ())
-        shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
-        weights = source.read_all(shards, copies=copies, on_bytes=on_bytes)
-        return SealedCheckpoint(checkpoint=checkpoint, files=(*small, *weights), index=index, owner=owner.pop_all())
+    with open_checkpoint(checkpoint, manifest, memory=memory) as opened:
+        return opened.with_weights(opened.source.read_all(opened.shards, copies=opened.copies, on_bytes=on_bytes))
 
 
 @contextmanager
@@ -206,8 +264,8 @@ def _names_for_loader(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """The source folder; `opened` owns the files opened there, `owner` the memory they were copied to."""
+class SourceFolder:
+    """The source folder; `owner` owns the files opened there and the memory they were copied to."""
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -252,8 +310,8 @@ class _Source:
         self, files: Sequence[OpenedFile], *, copies: bool, on_bytes: OnBytes | None = None
     ) -> tuple[SealedFile, ...]:
         """Read opened files, several at a time; the first failure in their order ends them all."""
-        progress = _Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
-        targets: list[int | None] = [self._new_memory(file.name) if copies else None for file in files]
+        progress = Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
+        targets: list[int | None] = [self.new_memory(file.name) if copies else None for file in files]
         with ThreadPoolExecutor(max(1, min(_THREADS, len(files)))) as pool:
             futures = [pool.submit(self._read, *pair, progress) for pair in zip(files, targets, strict=True)]
             try:
@@ -262,15 +320,20 @@ class _Source:
                 progress.stopped.set()
                 raise
 
-    def _new_memory(self, name: str) -> int:
+    def new_memory(self, name: str) -> int:
+        """Make memory that is closed with the checkpoint."""
         fd = new_memory(name)
         self.owner.callback(os.close, fd)
         return fd
 
-    def _read(self, file: OpenedFile, target_fd: int | None, progress: _Progress) -> SealedFile:
-        expected = self.manifest.entries.get(file.name)
-        wants_git = expected is not None and expected.algorithm == "git-sha1"
-        digests = copy_hashed(file, target_fd, git_sha1=wants_git, on_chunk=progress.add)
+    def wants_git_sha1(self, name: str) -> bool:
+        """Whether the manifest holds this file to git's blob id."""
+        expected = self.manifest.entries.get(name)
+        return expected is not None and expected.algorithm == "git-sha1"
+
+    def _read(self, file: OpenedFile, target_fd: int | None, progress: Progress) -> SealedFile:
+        sink = None if target_fd is None else writes_to(target_fd)
+        digests = copy_hashed(file, sink, git_sha1=self.wants_git_sha1(file.name), on_chunk=progress.add)
         if target_fd is not None:
             freeze(target_fd)
         return SealedFile(
@@ -282,7 +345,7 @@ class _Source:
         )
 
 
-class _Progress:
+class Progress:
     """Adds up what all threads have read; raises in every thread once one has failed."""
 
     def __init__(self, *, total_bytes: int, on_bytes: OnBytes | None) -> None:
@@ -291,6 +354,7 @@ class _Progress:
         self._done_bytes, self._total_bytes, self._on_bytes = 0, total_bytes, on_bytes
 
     def add(self, chunk_bytes: int) -> None:
+        """Count a chunk."""
         if self.stopped.is_set():
             raise CancelledError
         if self._on_bytes is not None:
