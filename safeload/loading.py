@@ -96,7 +96,7 @@ def safe_from_pretrained(
     progress: bool | None = None,
     ignore_unexpected: Sequence[str] = (),
     **model_kwargs: Any,
-) -> Any:
+) -> nn.Module:
     """Load a frozen tower on every rank: read once, verified, sent to all, and protected from the training stack.
 
     Replaces `model_class.from_pretrained(path)`, also inside an outer model's `__init__`:
@@ -151,7 +151,7 @@ def safe_from_pretrained(
     """
     request = Request(
         model_class=model_class,
-        origin=os.fspath(pretrained_model_name_or_path),
+        path=pretrained_model_name_or_path,
         config=config,
         dtype=dtype,
         device=device,
