@@ -286,6 +286,8 @@ def test_a_factory_must_return_a_module(tmp_path):
         ({"verify": "maybe"}, "strict"),
         ({"config": "clip.json"}, "configuration object"),
         ({"device": "meta"}, "real device"),
+        ({"device": "cuda:77"}, "cannot be used on this rank"),
+        ({"device": "toaster"}, "cannot be used on this rank"),
         ({"pretrained_model_name_or_path": None}, "expected a folder"),
         ({"pretrained_model_name_or_path": ""}, "expected a folder"),
         ({"pretrained_model_name_or_path": b"x"}, "expected a folder"),
