@@ -140,7 +140,7 @@ class _Target:
         size = cast.source_dtype.itemsize  # chunks end at multiples of it: see `Cast`
         cast_bytes = torch.frombuffer(piece, dtype=cast.source_dtype).to(cast.target_dtype).view(torch.uint8)
         at = cast.target + (first - cast.begin) // size * cast.target_dtype.itemsize
-        write_at(self._arena_fd, memoryview(cast_bytes.numpy()), at)
+        write_at(self._arena_fd, cast_bytes.numpy().data, at)
 
 
 def _punch(fd: int, keep: Sequence[tuple[int, int]], end: int) -> None:
@@ -160,6 +160,7 @@ class Filling:
     Args:
         opened: The checkpoint.
         on_bytes: Called with the weight bytes read so far and their total, from several threads, one at a time.
+        headers: Whether `seen` is to show the headers of the weight files, so that they can be looked at early.
 
     Raises:
         SourceError: A file cannot be read.
@@ -168,8 +169,8 @@ class Filling:
     Ranks: source only.
     """
 
-    def __init__(self, opened: OpenedCheckpoint, *, on_bytes: OnBytes | None = None) -> None:
-        self._opened = opened
+    def __init__(self, opened: OpenedCheckpoint, *, on_bytes: OnBytes | None = None, headers: bool = True) -> None:
+        self._opened, self.headers = opened, headers
         self._progress = Progress(total_bytes=sum(file.size_bytes for file in opened.shards), on_bytes=on_bytes)
         self._targets = tuple(self._prepare(file) for file in opened.shards)
         self._pool = ThreadPoolExecutor(max(1, min(_THREADS, len(self._targets))), thread_name_prefix="safeload-read")
@@ -197,9 +198,12 @@ class Filling:
         return tuple(file.fd for file in self.seen.files[len(self._opened.small) :])
 
     def _prepare(self, file: OpenedFile) -> _Target:
-        peek = os.pread(file.fd, _PEEK_BYTES, 0)
-        length = parse_header_size(peek, path=str(file.path), size_bytes=file.size_bytes) + 8
-        start = read_start(file, -(-length // _START_ROUND_BYTES) * _START_ROUND_BYTES + _START_ROUND_BYTES)
+        start = bytearray()
+        os.lseek(file.fd, 0, os.SEEK_SET)
+        if self.headers:
+            peek = os.pread(file.fd, _PEEK_BYTES, 0)
+            length = parse_header_size(peek, path=str(file.path), size_bytes=file.size_bytes) + 8
+            start = read_start(file, -(-length // _START_ROUND_BYTES) * _START_ROUND_BYTES + _START_ROUND_BYTES)
         memory_fd = None
         if self._opened.copies:
             memory_fd = self._opened.source.new_memory(file.name)

@@ -19,8 +19,9 @@ import torch
 
 from safeload.reading import has_sealed_memory, new_memory, write_at
 
-__all__ = ["Arena", "Mapped", "can_map", "map_private", "mapped_now", "view"]
+__all__ = ["WINDOW_BYTES", "Arena", "Mapped", "can_map", "map_private", "mapped_now", "view"]
 
+WINDOW_BYTES: Final = 1 << 16  # what the kernel enters into the page table around a page that is read
 _ALIGN_BYTES: Final = 64  # a cache line, and as torch's own allocator aligns
 _PRESENT: Final = 0b11  # top bits of an entry of /proc/self/pagemap: present, swapped
 _ENTRY_BYTES: Final = 8
@@ -42,9 +43,7 @@ def map_private(fd: int, size_bytes: int) -> mmap.mmap:
     Returns:
         The mapping. Tensors made by `view` keep it alive.
     """
-    return mmap.mmap(
-        fd, size_bytes, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-    )
+    return mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def view(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> torch.Tensor:
@@ -122,32 +121,42 @@ class Mapped:
             return None
         return number, address - start + offset_bytes
 
-    def looked_at(self, number: int, *, beyond_bytes: int) -> bool:
-        """Say whether this process has looked at a file, through any mapping of it, at or behind `beyond_bytes`.
+    def looked_at(self, number: int, *, filled_bytes: int = 0, probed: Sequence[int] = ()) -> bool:
+        """Say whether this process has looked at a file through any mapping of it that is still there.
 
-        The kernel tells: a page that was read has an entry in this process's page table. It enters neighbours that are
-        in memory along with it, up to 64 KiB, so that bytes within that distance before `beyond_bytes` count as well.
+        The kernel tells: a page that was read has an entry in this process's page table. It enters the pages of up to
+        64 KiB of address space around it along with it, those that are in memory.
+
+        Args:
+            number: The file's place in the call of `mapped_now`.
+            filled_bytes: So much of the file, from its beginning, may have been looked at.
+            probed: Places in the file of which one byte may have been looked at.
         """
-        page_bytes = mmap.PAGESIZE
         for start, stop, of, offset_bytes in self.spans:
-            first = start + max(0, beyond_bytes - offset_bytes)
-            if of == number and first < stop and _any_present(first // page_bytes, -(-stop // page_bytes)):
+            if of != number:
+                continue
+            first = start - offset_bytes  # the address of the file's beginning, if it were mapped
+            allowed = {(first + place) // WINDOW_BYTES for place in probed}
+            allowed |= set(range(first // WINDOW_BYTES, (first + filled_bytes) // WINDOW_BYTES))
+            if not _windows_present(start, stop) <= allowed:
                 return True
         return False
 
 
-def _any_present(first_page: int, end_page: int) -> bool:
-    step = 1 << 20
+def _windows_present(start: int, stop: int) -> set[int]:
+    """Return the windows of address space in which pages are present; {-1} where the kernel does not tell."""
+    page_bytes, step = mmap.PAGESIZE, 1 << 20
+    found: set[int] = set()
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        for begin in range(first_page, end_page, step):
-            count = min(step, end_page - begin)
+        for begin in range(start // page_bytes, stop // page_bytes, step):
+            count = min(step, stop // page_bytes - begin)
             raw = os.pread(pagemap.fileno(), count * _ENTRY_BYTES, begin * _ENTRY_BYTES)
             if len(raw) != count * _ENTRY_BYTES:
-                return True  # the kernel does not tell: suppose the worst
+                return {-1}
             entries = torch.frombuffer(bytearray(raw), dtype=torch.int64)
-            if bool(((entries >> 62) & _PRESENT).any()):
-                return True
-    return False
+            present = ((entries >> 62) & _PRESENT).nonzero().flatten() + begin
+            found |= set(torch.div(present * page_bytes, WINDOW_BYTES, rounding_mode="floor").tolist())
+    return found
 
 
 def mapped_now(fds: Sequence[int]) -> Mapped:

@@ -16,7 +16,7 @@ from safeload.families import family
 __all__ = ["Request", "floating_dtype"]
 
 _CHOICES: Final = {
-    "transport": ("auto", "broadcast"),
+    "transport": ("auto", "shared", "broadcast"),
     "memory": ("sealed", "mapped"),
     "verify": ("auto", "strict", "off"),
 }
