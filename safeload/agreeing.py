@@ -30,7 +30,7 @@ from safeload.wiring import Store
 
 __all__ = ["Call", "Seat"]
 
-_GRACE_S: Final = 1.0  # from the first trouble to the verdict: lets the others say theirs, for one choice of the error
+_GRACE_S: Final = 0.5  # from the first trouble to the verdict: lets the others say theirs, for one choice of the error
 _STUCK_GRACE_S: Final = 7.5  # a transfer broke off and nobody is known to be lost yet
 _MARGIN_S: Final = 2.0  # how much longer than the judge the others wait, so that its verdict comes first
 _LINGER_S: Final = 4.0  # how long a rank that leaves waits for the others to have read: its process may host the store
@@ -103,6 +103,7 @@ class Call:
         """Make the source the judge, once every rank is there, and start the clock again."""
         self._judge = source_rank
         self.watch.follow(range(self.seat.size) if self.judges else [source_rank], neighbour=neighbour)
+        self._ask(lambda store: self.watch.learn(store, {0, source_rank}))
         self._deadline = time.monotonic() + self._timeout_s
 
     def begin(self, stage: str, *, draining: bool = False) -> None:

@@ -149,6 +149,11 @@ class Watch:
         store.add(f"beat/{self._rank}", 1)
         store.set(f"id/{self._rank}", self._identity.to_bytes())
 
+    def learn(self, store: Store, ranks: Iterable[int]) -> None:
+        """Read who these ranks are, now that they are there: where the store is lost as well, it is too late to ask."""
+        for rank in ranks:
+            self._identify(store, rank)
+
     def look(self, store: Store) -> None:
         """Beat if due, and look at everybody who is watched; what is found is in `known` and `lost`."""
         due = time.monotonic() >= self._due
