@@ -23,7 +23,7 @@ from typing import Final
 
 from safeload.wiring import Store
 
-__all__ = ["Identity", "Watch", "identify", "process_state"]
+__all__ = ["Identity", "Seat", "Watch", "identify", "process_state"]
 
 BEAT_S: Final = 1.0
 SILENT_BEATS: Final = 6
@@ -51,6 +51,20 @@ class Identity:
     def where(self) -> str:
         """Say which process on which host this is."""
         return f"pid {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """This process's place in a call."""
+
+    rank: int
+    global_ranks: tuple[int, ...]
+    identity: Identity
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.global_ranks)
 
 
 def identify(global_rank: int) -> Identity:
