@@ -111,7 +111,7 @@ def _answer(store: Store, operation: Callable[[Store], T], future: Future[T]) ->
 def wait_for_keys(store: Store, keys: list[str], *, members: int) -> bool:
     """Wait for keys for one short slice, by asking again and again.
 
-    Not by the store's own `wait`: torch logs a warning for every one that ends without the key, twice a second and rank.
+    Not by the store's own `wait`: torch logs a warning for each that ends without the key, twice a second and rank.
 
     Args:
         store: The store.
