@@ -161,7 +161,7 @@ class Call:
         key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
         self._waiting = True
         try:
-            while not self._ask(lambda store: wait_for_keys(store, [key])):
+            while not self._arrived([key]):
                 verdict = self._ask(self._look)
                 if verdict is not None:
                     raise self._failed(verdict, None)
@@ -182,6 +182,9 @@ class Call:
         self._waiting = False
         return statements.payload_of(verdict)
 
+    def _arrived(self, keys: list[str]) -> bool:
+        return self._ask(functools.partial(wait_for_keys, keys=keys, members=self.seat.size))
+
     def _state(self, statement: bytes, *, stuck: bool = False) -> None:
         def tell(store: Store) -> None:
             store.set(f"s/{self._index}/{self.seat.rank}", statement)
@@ -193,7 +196,7 @@ class Call:
     def _collect(self, decide: Decide) -> bytes | None:
         """Wait for every rank's statement; None when the call failed instead, and `_await_verdict` has the verdict."""
         keys = [f"s/{self._index}/{rank}" for rank in range(self.seat.size)]
-        while not self._ask(lambda store: wait_for_keys(store, keys)):
+        while not self._arrived(keys):
             if self._ask(self._look) is not None:
                 return None
         stated = self._ask(lambda store: store.multi_get(keys))
@@ -207,7 +210,7 @@ class Call:
 
     def _await_verdict(self) -> bytes:
         key = f"v/{self._index}"
-        while not self._ask(lambda store: wait_for_keys(store, [key])):
+        while not self._arrived([key]):
             verdict = self._ask(self._look)
             if verdict is not None:
                 return verdict
@@ -296,7 +299,8 @@ class Call:
             size, failure = self.seat.size, self._gone
             self._line.ask(functools.partial(clearing.say_goodbye, size=size, failure=failure))
             until = time.monotonic() + _LINGER_S
-            while not self._line.ask(lambda store: wait_for_keys(store, ["all-bye"])) and time.monotonic() < until:
+            gone = functools.partial(wait_for_keys, keys=["all-bye"], members=self.seat.size)
+            while not self._line.ask(gone) and time.monotonic() < until:
                 pass
             stages, count = (self._gathered, self._index), self._go_count
             go = functools.partial(clearing.go, size=size, failure=failure, stages=stages, go_count=count)
