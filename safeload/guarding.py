@@ -16,11 +16,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules import module as nn_module
 
 from safeload.errors import ProtectionError, TowerChangedError
 from safeload.keeping import Kept, Protection, mend, overwritten, untouched
-from safeload.marking import spare_from_ddp
+from safeload.marking import release, spare_from_ddp
 from safeload.moving import move
 from safeload.shielding import shielded
 
@@ -36,6 +37,13 @@ class Guarded(nn.Module):
     """What the subclass of every protected tower adds to the tower's own class."""
 
     _safeload_original: type[nn.Module]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse the class that `fully_shard` gives: with it come hooks that cast the tower's inputs."""
+        if name == "__class__" and issubclass(value, FSDPModule):
+            release(self)
+            return
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow a move to another real device, as one move of the verified values. Casts and moves to meta pass by."""
@@ -164,9 +172,7 @@ def _brings_the_same(kept: Kept | None, value: Any) -> bool:
 def _protect_again(twin: nn.Module, name: str, origin: str, fingerprints: dict[str, str], report: Any) -> nn.Module:
     from safeload.protecting import protect  # noqa: PLC0415 - the way back up, for copies and unpickled towers only
 
-    protect(twin, name=name, origin=origin, fingerprints=fingerprints)
-    record_of(twin).report = report
-    return twin
+    return protect(twin, name=name, origin=origin, fingerprints=fingerprints, report=report)
 
 
 def _blank(original: type[nn.Module]) -> nn.Module:
@@ -301,12 +307,21 @@ def _on_buffer(module: nn.Module, key: str, value: Any) -> Any:
     return _on_tensor(module, key, value)
 
 
+def _look_again(wrapper: nn.Module, module: nn.Module) -> None:
+    """Have the towers in a module looked at before their next forward: FSDP has put hooks on them."""
+    if isinstance(wrapper, FullyShardedDataParallel):
+        for tower in module.modules():
+            if isinstance(tower, Guarded):
+                record_of(tower).armed = True
+
+
 def _on_module(module: nn.Module, key: str, value: Any) -> Any:
     """Answer torch when a module takes another in: the tower's own modules stay, and DDP is told of the towers."""
     found = _part_of(module)
     if found is None:
         if isinstance(value, nn.Module):
             spare_from_ddp(module, value, Guarded)
+            _look_again(module, value)
         return None
     protection, path = found
     if value is module._modules.get(key):
@@ -341,7 +356,9 @@ def guard(module: nn.Module, protection: Protection) -> None:
     for kept in protection.kept:
         setattr(kept.tensor, _FLAG, True)
     module.__dict__[_RECORD] = protection
-    module.__class__ = _guarded_class(type(module))
+    original = type(module)
+    module.__class__ = _guarded_class(original)
+    protection.parts = tuple((part, type(module) if kind is original else kind) for part, kind in protection.parts)
     _drop_hook(module)  # a copy and an unpickled tower bring theirs
     module.register_forward_pre_hook(_before_forward)
 
