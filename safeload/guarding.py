@@ -307,6 +307,14 @@ def _on_buffer(module: nn.Module, key: str, value: Any) -> Any:
     return _on_tensor(module, key, value)
 
 
+def _only_wraps(value: Any, present: nn.Module) -> bool:
+    """Say whether a module adds no tensors to the one that it holds, as activation checkpointing and compiling do."""
+    if not isinstance(value, nn.Module) or not any(child is present for child in value.children()):
+        return False
+    own = {id(tensor) for tensor in (*present.parameters(), *present.buffers())}
+    return all(id(tensor) in own for tensor in (*value.parameters(), *value.buffers()))
+
+
 def _look_again(wrapper: nn.Module, module: nn.Module) -> None:
     """Have the towers in a module looked at before their next forward: FSDP has put hooks on them."""
     if isinstance(wrapper, FullyShardedDataParallel):
@@ -316,7 +324,10 @@ def _look_again(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def _on_module(module: nn.Module, key: str, value: Any) -> Any:
-    """Answer torch when a module takes another in: the tower's own modules stay, and DDP is told of the towers."""
+    """Answer torch when a module takes another in: the tower's own modules stay, and DDP is told of the towers.
+
+    A wrapper without tensors of its own is left out in silence: checkpointing a frozen layer changes no value.
+    """
     found = _part_of(module)
     if found is None:
         if isinstance(value, nn.Module):
@@ -324,8 +335,11 @@ def _on_module(module: nn.Module, key: str, value: Any) -> Any:
             _look_again(module, value)
         return None
     protection, path = found
-    if value is module._modules.get(key):
+    present = module._modules.get(key)
+    if value is present:
         return None
+    if present is not None and _only_wraps(value, present):
+        return present
     name = f"{path}.{key}" if path else key
     raise ProtectionError(
         f"tower {protection.name!r} is protected: its module {name!r} would be replaced by a {type(value).__name__}. "
