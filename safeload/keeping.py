@@ -49,7 +49,7 @@ class Kept:
         return {} if owner is None else getattr(owner, _TABLES[self.kind])
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Protection:
     """All that is known of one protected tower. It refers to tensors, never to modules: no cycle keeps a tower alive.
 
