@@ -20,13 +20,15 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from safeload.ambient import plain_tensors
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
-from safeload.errors import SafeLoadError
+from safeload.errors import ProtectionError, SafeLoadError
+from safeload.examining import examine
 from safeload.group import Group, join_group
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, plan, segment_views
-from safeload.protecting import protect
+from safeload.protecting import protect, tower_state
 from safeload.recipes import Recipe, recipe_of
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock, progress_bar
 from safeload.requesting import Request, floating_dtype
@@ -34,7 +36,7 @@ from safeload.resolving import resolve
 from safeload.sealing import SealedCheckpoint, open_folder, seal
 from safeload.verifying import Verification, expect, verify
 
-__all__ = ["safe_from_pretrained"]
+__all__ = ["load_report", "safe_from_pretrained"]
 
 _CPU: Final = torch.device("cpu")
 
@@ -95,7 +97,7 @@ def safe_from_pretrained(
     progress: bool | None = None,
     ignore_unexpected: Sequence[str] = (),
     **model_kwargs: Any,
-) -> Any:
+) -> nn.Module:
     """Load a frozen tower on every rank: read once, verified, sent to all, and protected from the training stack.
 
     Replaces `model_class.from_pretrained(path)`, also inside an outer model's `__init__`:
@@ -123,7 +125,7 @@ def safe_from_pretrained(
         transport: "broadcast" sends the bytes with torch.distributed to every rank; "auto" chooses.
         memory: "sealed" copies the verified bytes once into memory that nobody can change; "mapped" maps the verified
             file itself, for storage that nobody writes to.
-        timeout: Longest time that a rank waits for the others in one stage.
+        timeout: How long the ranks wait for each other to come, and again for the whole load to end.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
         manifest: A SHA256SUMS file to compare with.
@@ -150,7 +152,7 @@ def safe_from_pretrained(
     """
     request = Request(
         model_class=model_class,
-        origin=os.fspath(pretrained_model_name_or_path),
+        path=pretrained_model_name_or_path,
         config=config,
         dtype=dtype,
         device=device,
@@ -172,7 +174,11 @@ def safe_from_pretrained(
         ignore_unexpected=tuple(ignore_unexpected),
         model_kwargs=model_kwargs,
     )
-    with join_group(group, source_rank=source_rank, timeout=timeout) as ranks, ExitStack() as kept:
+    with (
+        join_group(group, source_rank=source_rank, timeout=timeout) as ranks,
+        plain_tensors(_CPU),
+        ExitStack() as kept,
+    ):
         meter, clock = kept.enter_context(MemoryMeter()), StageClock()
         ranks.start(request.statement())
         ranks.agree("arguments", request.check)
@@ -180,7 +186,33 @@ def safe_from_pretrained(
         module, letter = _fill_every_rank(request, ranks, clock, loaded)
         device = str(next((parameter.device for parameter in module.parameters()), _CPU))
         report = _report(request, ranks, clock, letter, _own_report(ranks, meter, letter, loaded, device))
-        return ranks.agree("protect", lambda: protect(module, origin=request.origin, report=report))
+        return ranks.agree("protect", lambda: _protect(module, request, report))
+
+
+def _protect(module: nn.Module, request: Request, report: LoadReport) -> nn.Module:
+    tower = protect(module, name=type(module).__name__, origin=request.origin)
+    tower_state(tower).report = report
+    return tower
+
+
+def load_report(tower: nn.Module) -> LoadReport:
+    """Tell how a tower came about: bytes, seconds by stage, digest and its provenance, memory of every rank.
+
+    Args:
+        tower: What `safe_from_pretrained` returned.
+
+    Returns:
+        The record; `print` it for text, `to_json()` for JSON.
+
+    Raises:
+        ProtectionError: Not a tower that safeload has loaded.
+
+    Ranks: local; the record holds every rank's figures.
+    """
+    report = tower_state(tower).report
+    if not isinstance(report, LoadReport):
+        raise ProtectionError(f"this {type(tower).__name__} was protected without being loaded: it has no report")
+    return report
 
 
 def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: ExitStack) -> _Loaded | None:
@@ -206,7 +238,6 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
             verify=request.verify,
             manifest=request.manifest,
             manifest_sha256=request.manifest_sha256,
-            token=request.where["token"],
         ),
     )
 
@@ -215,7 +246,8 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
             return kept.enter_context(seal(checkpoint, manifest, memory=request.memory, on_bytes=on_bytes))
 
     sealed = step("seal", read)
-    verification = step("verify", lambda: verify(manifest, sealed, mode=request.verify))
+    verification = step("verify", lambda: verify(manifest, sealed.digests, mode=request.verify))
+    step("examine", lambda: examine(sealed))
     module = step("build", lambda: _build(request, sealed))
     letter = step("plan", lambda: _write_letter(request, module, sealed, verification))
     return _Loaded(module=module, letter=letter, sealed=sealed) if ranks.is_source else None
@@ -268,7 +300,7 @@ def _fill_every_rank(
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
     with clock.stage("broadcast"):
         source = segment_views(module, load_plan) if loaded else None
-        broadcast(ranks, load_plan, source, target, device=ranks.payload_device(device))
+        broadcast(ranks, load_plan, source=source, target=target, device=device)
     with clock.stage("place"):
         ranks.agree("place", lambda: place(module, load_plan, target, device=device) if target is not None else None)
     return module, letter
@@ -303,11 +335,12 @@ def _code_folder(recipe: Recipe) -> Iterator[Path | None]:
 def _device(device: torch.device | str | int | None) -> torch.device:
     """Return the device that the tower lives on; None is the current accelerator if there is one, else the cpu."""
     if device is None:
-        if not torch.accelerator.is_available():
-            return _CPU
-        current = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device(current.type if current else "cpu", torch.accelerator.current_device_index())
-    found = torch.device(device)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = _CPU if accelerator is None else accelerator
+    try:
+        found = torch.empty(0, device=device).device  # with its index, and only if it is there
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise SafeLoadError(f"device={device!r} cannot be used on this rank: {error}") from error
     if found.type == "meta":
         raise SafeLoadError("device='meta': a frozen tower has real weights on every rank; expected a real device")
     return found
@@ -331,12 +364,12 @@ def _own_report(ranks: Group, meter: MemoryMeter, letter: _Letter, loaded: _Load
 
 
 def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, own: RankReport) -> LoadReport:
-    gathered = ranks.gather_bytes("report", own.to_json())
+    gathered = tuple(map(RankReport.from_json, ranks.gather_bytes("report", own.to_json())))
     specs = [spec for spec in letter.load_plan.tensors if spec.same_as is None]
     alone = ranks.size == 1
     return LoadReport(
         origin=request.origin,
-        source_rank=ranks.source_global_rank,
+        source_rank=gathered[ranks.source_rank].rank,
         world_size=ranks.size,
         transport="none" if alone else "broadcast",
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
@@ -344,6 +377,6 @@ def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, 
         tower_bytes=letter.load_plan.size_bytes,
         dtypes=Counter(spec.dtype for spec in specs),
         seconds=dict(clock.seconds),
-        ranks=tuple(RankReport.from_json(raw) for raw in gathered),
+        ranks=gathered,
         **letter.facts,
     )

@@ -43,7 +43,7 @@ def _registry_key() -> tuple[str, type]:
     `torch.distributed._composable.contract` is private: a test fails loudly when it moves. Without it the public road
     (`ignored_modules`, `ignored_parameters`) remains.
     """
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem  # noqa: PLC0415 - private, here only
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     return REGISTRY_KEY, RegistryItem
 
@@ -99,8 +99,8 @@ def release(part: nn.Module) -> None:
 
 def _forget_state(part: nn.Module) -> None:
     """Undo what `fully_shard` wrote down for a module; both places are private to torch and touched here only."""
-    from torch.distributed import _composable_state  # noqa: PLC0415
-    from torch.distributed._composable.contract import STATE_KEY  # noqa: PLC0415
+    from torch.distributed import _composable_state
+    from torch.distributed._composable.contract import STATE_KEY
 
     part.__dict__.pop(STATE_KEY, None)
     part.__dict__[_registry_key()[0]].pop("fully_shard", None)
