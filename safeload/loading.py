@@ -22,12 +22,12 @@ from torch import nn
 
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
-from safeload.errors import SafeLoadError
+from safeload.errors import ProtectionError, SafeLoadError
 from safeload.examining import examine
 from safeload.group import Group, join_group
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, plan, segment_views
-from safeload.protecting import protect
+from safeload.protecting import protect, tower_state
 from safeload.recipes import Recipe, recipe_of
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock, progress_bar
 from safeload.requesting import Request, floating_dtype
@@ -35,7 +35,7 @@ from safeload.resolving import resolve
 from safeload.sealing import SealedCheckpoint, open_folder, seal
 from safeload.verifying import Verification, expect, verify
 
-__all__ = ["safe_from_pretrained"]
+__all__ = ["load_report", "safe_from_pretrained"]
 
 _CPU: Final = torch.device("cpu")
 
@@ -181,7 +181,33 @@ def safe_from_pretrained(
         module, letter = _fill_every_rank(request, ranks, clock, loaded)
         device = str(next((parameter.device for parameter in module.parameters()), _CPU))
         report = _report(request, ranks, clock, letter, _own_report(ranks, meter, letter, loaded, device))
-        return ranks.agree("protect", lambda: protect(module, origin=request.origin, report=report))
+        return ranks.agree("protect", lambda: _protect(module, request, report))
+
+
+def _protect(module: nn.Module, request: Request, report: LoadReport) -> nn.Module:
+    tower = protect(module, name=type(module).__name__, origin=request.origin)
+    tower_state(tower).report = report
+    return tower
+
+
+def load_report(tower: nn.Module) -> LoadReport:
+    """Tell how a tower came about: bytes, seconds by stage, digest and its provenance, memory of every rank.
+
+    Args:
+        tower: What `safe_from_pretrained` returned.
+
+    Returns:
+        The record; `print` it for text, `to_json()` for JSON.
+
+    Raises:
+        ProtectionError: Not a tower that safeload has loaded.
+
+    Ranks: local; the record holds every rank's figures.
+    """
+    report = tower_state(tower).report
+    if not isinstance(report, LoadReport):
+        raise ProtectionError(f"this {type(tower).__name__} was protected without being loaded: it has no report")
+    return report
 
 
 def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: ExitStack) -> _Loaded | None:
@@ -269,7 +295,7 @@ def _fill_every_rank(
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
     with clock.stage("broadcast"):
         source = segment_views(module, load_plan) if loaded else None
-        broadcast(ranks, load_plan, source, target, device=ranks.payload_device(device))
+        broadcast(ranks, load_plan, source=source, target=target, device=device)
     with clock.stage("place"):
         ranks.agree("place", lambda: place(module, load_plan, target, device=device) if target is not None else None)
     return module, letter
@@ -332,12 +358,12 @@ def _own_report(ranks: Group, meter: MemoryMeter, letter: _Letter, loaded: _Load
 
 
 def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, own: RankReport) -> LoadReport:
-    gathered = ranks.gather_bytes("report", own.to_json())
+    gathered = tuple(map(RankReport.from_json, ranks.gather_bytes("report", own.to_json())))
     specs = [spec for spec in letter.load_plan.tensors if spec.same_as is None]
     alone = ranks.size == 1
     return LoadReport(
         origin=request.origin,
-        source_rank=ranks.source_global_rank,
+        source_rank=gathered[ranks.source_rank].rank,
         world_size=ranks.size,
         transport="none" if alone else "broadcast",
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
@@ -345,6 +371,6 @@ def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, 
         tower_bytes=letter.load_plan.size_bytes,
         dtypes=Counter(spec.dtype for spec in specs),
         seconds=dict(clock.seconds),
-        ranks=tuple(RankReport.from_json(raw) for raw in gathered),
+        ranks=gathered,
         **letter.facts,
     )
