@@ -8,13 +8,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from safeload.demo_records import DemoResult
+from safeload.demo_records import WAYS, DemoResult, LoadRow, Setting, TrainRow
 from safeload.spawning import run_ranks
-
-if TYPE_CHECKING:
-    from safeload.demo_records import Setting
 
 __all__ = ["run_demo"]
 
@@ -44,15 +41,19 @@ def run_demo(
     with tempfile.TemporaryDirectory(prefix="safeload-demo-") as work:
         on_step("preparing: importing torch and transformers")
         setting: Setting = _run("prepare", tower, work, ranks=1, env={})[0]
-        on_step(f"plain from_pretrained on {ranks} ranks")
-        plain = _run("load_plainly", setting, ranks=ranks)
-        on_step(f"safeload on {ranks} ranks, then a few steps under FSDP2")
-        safe = _run("load_safely", setting, ranks=ranks)
+        plain: list[LoadRow] = []
+        for way in WAYS:  # in processes of their own: a load should not find what another one has left
+            on_step(f"{way} with plain from_pretrained inside, on {ranks} ranks")
+            plain += _run("load_plainly", setting, way, ranks=ranks)
+        safe: list[tuple[LoadRow, TrainRow, dict[str, Any]]] = []
+        for way in WAYS:
+            on_step(f"{way} with safeload inside, on {ranks} ranks, then a few steps under FSDP2")
+            safe += _run("load_safely", setting, way, ranks=ranks)
     return DemoResult(
         setting=setting,
         ranks=ranks,
-        plain=tuple(row for rows in zip(*plain, strict=True) for row in rows),
-        safe=tuple(row for rows in zip(*(loads for loads, _, _ in safe), strict=True) for row in rows),
+        plain=tuple(plain),
+        safe=tuple(row for row, _, _ in safe),
         trained=tuple(trained for _, trained, _ in safe),
         report=safe[0][2],
     )

@@ -18,7 +18,12 @@ _IMAGE_TOKENS: Final = 16  # of the tower's output, so that a tower of large ima
 _TEXT_TOKENS: Final = 8
 _VOCABULARY: Final = 128
 # The half that a LLaVA-style model takes from a checkpoint of both; AutoModel would take both.
-_VISION_HALVES: Final = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel"}
+_VISION_HALVES: Final = {
+    "clip": "CLIPVisionModel",
+    "clip_vision_model": "CLIPVisionModel",
+    "siglip": "SiglipVisionModel",
+    "siglip_vision_model": "SiglipVisionModel",
+}
 
 
 class ModelConfig(LlamaConfig):  # type: ignore[misc]
@@ -96,7 +101,10 @@ def write_small_tower(folder: Path) -> Path:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        CLIPVisionModel(config).save_pretrained(folder)
+        model = CLIPVisionModel(config)
+        for parameter in model.parameters():  # its own initialisation has zeros, which garbage can equal
+            nn.init.normal_(parameter, std=0.02)
+        model.save_pretrained(folder)
     return folder
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +25,7 @@ from safeload.demo_model import (
     tower_inputs,
     write_small_tower,
 )
-from safeload.demo_records import LoadRow, Setting, TrainRow
+from safeload.demo_records import WAYS, LoadRow, Setting, TrainRow
 from safeload.loading import load_report
 from safeload.observing import observe_opens
 from safeload.reporting import pss_bytes
@@ -50,7 +51,7 @@ def prepare(tower: str | None, work: str) -> Setting:
     tower_class, width = tower_class_of(folder)
     outer = Path(work, "outer")
     Model(model_config(width=width)).save_pretrained(outer)
-    alone = getattr(transformers, tower_class).from_pretrained(folder)
+    alone: Any = getattr(transformers, tower_class).from_pretrained(folder)
     tensors = _tensors(alone)
     return Setting(
         tower=folder,
@@ -66,65 +67,70 @@ def prepare(tower: str | None, work: str) -> Setting:
     )
 
 
-def load_plainly(setting: Setting) -> tuple[LoadRow, ...]:
-    """Make the model in both ways with plain `from_pretrained`.
+def load_plainly(setting: Setting, way: str) -> LoadRow:
+    """Make the model with plain `from_pretrained`; what it raises is part of what the demo shows.
 
     Args:
         setting: From `prepare`.
+        way: One of `WAYS`.
 
     Ranks: every rank.
     """
-    return tuple(_try(way, setting) for way in _ways(setting, safe=False))
+    with observe_opens(map(Path, setting.weight_files)) as opened:
+        try:
+            return _make(setting, way, safe=False)[0]
+        except Exception as error:
+            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:_ERROR_TEXT]
+    return LoadRow(rank=dist.get_rank(), way=way, tensors=len(setting.reference), opened=opened.names, error=text)
 
 
-def load_safely(setting: Setting) -> tuple[tuple[LoadRow, ...], TrainRow, dict[str, Any]]:
-    """Make the model in both ways with safeload, and train the last one.
+def load_safely(setting: Setting, way: str) -> tuple[LoadRow, TrainRow, dict[str, Any]]:
+    """Make the model with safeload and train it.
 
     Args:
         setting: From `prepare`.
+        way: One of `WAYS`.
 
     Returns:
-        A row a way, what training left of the tower, and the load report.
+        What was loaded, what training left of it, and the load report as plain values.
 
     Ranks: every rank.
     """
-    direct, outer = _ways(setting, safe=True)
-    first = _make(direct, setting)[0]
-    second, model = _make(outer, setting)
-    return (first, second), _train(model), load_report(model.vision_tower).to_dict()
+    gc.collect()  # a forked process copies a page when it first counts references there: not in the load's figures
+    row, model = _make(setting, way, safe=True)
+    report = load_report(model.vision_tower)
+    own = report.ranks[dist.get_rank()]
+    row = replace(
+        row,
+        before_bytes=own.memory_before_bytes,
+        peak_bytes=own.memory_peak_bytes,
+        after_bytes=own.memory_after_bytes,
+    )
+    return row, _train(model, way), report.to_dict()
 
 
 # --- one way to make the model ---
 
 
-class _Way(NamedTuple):
-    name: str
-    make: Callable[[], Model]
-
-
-def _ways(setting: Setting, *, safe: bool) -> tuple[_Way, _Way]:
+def _model(setting: Setting, way: str, *, safe: bool) -> Model:
     config = model_config(
         setting.origin if safe else setting.tower, tower_class=setting.tower_class, width=setting.width, safe=safe
     )
-
-    def directly() -> Model:
-        torch.manual_seed(0)
+    torch.manual_seed(0)
+    if way == WAYS[0]:
         return Model(config)
-
-    return (
-        _Way("Model(config)", directly),
-        _Way("Model.from_pretrained", lambda: Model.from_pretrained(setting.outer, config=config)),
-    )
+    model: Model = Model.from_pretrained(setting.outer, config=config)
+    return model
 
 
-def _make(way: _Way, setting: Setting) -> tuple[LoadRow, Model]:
+def _make(setting: Setting, way: str, *, safe: bool) -> tuple[LoadRow, Model]:
     with observe_opens(map(Path, setting.weight_files)) as opened:
-        model = way.make()
+        model = _model(setting, way, safe=safe)
     tensors = _tensors(model.vision_tower)
     wrong = [name for name, digest in setting.reference.items() if _digest(tensors.get(name)) != digest]
     row = LoadRow(
         rank=dist.get_rank(),
-        way=way.name,
+        way=way,
         tensors=len(setting.reference),
         wrong_parameters=tuple(name for name in wrong if name not in setting.buffers),
         wrong_buffers=tuple(name for name in wrong if name in setting.buffers),
@@ -132,15 +138,6 @@ def _make(way: _Way, setting: Setting) -> tuple[LoadRow, Model]:
         opened=opened.names,
     )
     return row, model
-
-
-def _try(way: _Way, setting: Setting) -> LoadRow:
-    with observe_opens(map(Path, setting.weight_files)) as opened:
-        try:
-            return _make(way, setting)[0]
-        except Exception as error:  # whatever the stack raises here is what the demo shows
-            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:_ERROR_TEXT]
-    return LoadRow(rank=dist.get_rank(), way=way.name, tensors=len(setting.reference), opened=opened.names, error=text)
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -164,7 +161,7 @@ def _first_values(tensor: torch.Tensor | None) -> str:
 # --- training ---
 
 
-def _train(model: Model) -> TrainRow:
+def _train(model: Model, way: str) -> TrainRow:
     """Shard the trainable part with FSDP2, train a few steps, and compare the tower with what it was."""
     tower = model.vision_tower
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -179,9 +176,9 @@ def _train(model: Model) -> TrainRow:
     start = {name: _digest(_local(parameter)) for name, parameter in named.items()}
     losses = _steps(model)
     after = _Snapshot.of(tower)
-    own = load_report(tower).ranks[dist.get_rank()]
     return TrainRow(
         rank=dist.get_rank(),
+        way=way,
         losses=losses,
         features=features,
         same_memory=after.addresses == before.addresses,
@@ -190,10 +187,7 @@ def _train(model: Model) -> TrainRow:
         sharded=sum(isinstance(parameter, DTensor) for parameter in named.values()),
         trainable=len(trainable),
         changed=sum(_digest(_local(parameter)) != start[name] for name, parameter in named.items()),
-        before_bytes=own.memory_before_bytes,
-        peak_bytes=own.memory_peak_bytes,
-        after_bytes=own.memory_after_bytes,
-        trained_bytes=pss_bytes(),
+        memory_bytes=pss_bytes(),
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["DemoResult", "LoadRow", "Setting", "TrainRow"]
+__all__ = ["WAYS", "DemoResult", "LoadRow", "Setting", "TrainRow"]
+
+WAYS: Final = ("Model(config)", "Model.from_pretrained")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +45,16 @@ class LoadRow:
 
     Attributes:
         rank: Which.
-        way: "Model(config)" or "Model.from_pretrained(folder)".
+        way: How the outer model was made, one of `WAYS`.
         tensors: Parameters and buffers of the tower, as one process alone loads them.
         wrong_parameters: Names of those that differ from these, in any bit.
         wrong_buffers: Names of those.
-        example: The first values of a wrong tensor, and what they should be.
+        example: The first values of the first wrong tensor.
         opened: Weight files of the tower that this process was seen to open.
         error: Class and first line of what was raised.
+        before_bytes: Memory (PSS) before the load; None where it is unknown, and with plain `from_pretrained`.
+        peak_bytes: Highest while it ran.
+        after_bytes: After it.
     """
 
     rank: int
@@ -60,6 +65,9 @@ class LoadRow:
     example: str | None = None
     opened: tuple[str, ...] = ()
     error: str | None = None
+    before_bytes: int | None = None
+    peak_bytes: int | None = None
+    after_bytes: int | None = None
 
     @property
     def right(self) -> bool:
@@ -69,10 +77,11 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRow:
-    """What the load did and what training left of the tower, on one rank. Memory is PSS, None where it is unknown.
+    """What training left of the tower, on one rank.
 
     Attributes:
         rank: Which.
+        way: How the outer model was made.
         losses: One a step, of this rank's own batch.
         features: sha256 of the tower's output for the same images on every rank.
         same_memory: Whether every tensor of the tower still has the address it had after the load.
@@ -81,13 +90,11 @@ class TrainRow:
         sharded: Trainable parameters that FSDP has sharded.
         trainable: Trainable parameters.
         changed: Of these, how many have changed.
-        before_bytes: Memory before the load.
-        peak_bytes: Highest while it ran.
-        after_bytes: After it.
-        trained_bytes: After the last step.
+        memory_bytes: Memory (PSS) after the last step; None where it is unknown.
     """
 
     rank: int
+    way: str
     losses: tuple[float, ...]
     features: str
     same_memory: bool
@@ -96,10 +103,7 @@ class TrainRow:
     sharded: int
     trainable: int
     changed: int
-    before_bytes: int | None
-    peak_bytes: int | None
-    after_bytes: int | None
-    trained_bytes: int | None
+    memory_bytes: int | None
 
     @property
     def untouched(self) -> bool:
@@ -116,8 +120,8 @@ class DemoResult:
         ranks: Number of processes.
         plain: With plain `from_pretrained`: a row a way and rank.
         safe: The same with safeload.
-        trained: A row a rank, with safeload.
-        report: The load report of rank 0, as plain values.
+        trained: What training left, in the same order as `safe`.
+        report: Rank 0's report of the first of these loads, as plain values.
     """
 
     setting: Setting

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from safeload.ambient import clean_contexts
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
 from safeload.errors import ProtectionError, SafeLoadError
@@ -173,7 +174,11 @@ def safe_from_pretrained(
         ignore_unexpected=tuple(ignore_unexpected),
         model_kwargs=model_kwargs,
     )
-    with join_group(group, source_rank=source_rank, timeout=timeout) as ranks, ExitStack() as kept:
+    with (
+        clean_contexts(device=_CPU),  # also what is allocated, sent and placed must not land on an outer model's meta
+        join_group(group, source_rank=source_rank, timeout=timeout) as ranks,
+        ExitStack() as kept,
+    ):
         meter, clock = kept.enter_context(MemoryMeter()), StageClock()
         ranks.start(request.statement())
         ranks.agree("arguments", request.check)

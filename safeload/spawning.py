@@ -154,7 +154,7 @@ def _receive(rank: _Rank) -> None:
 
 def _values(ranks: Sequence[_Rank], folder: Path) -> tuple[Any, ...]:
     answers = [rank.answer or ("foreign", "did not end in time") for rank in ranks]
-    ours = [payload for kind, payload in answers if kind == "ours"]
+    ours: list[Any] = [payload for kind, payload in answers if kind == "ours"]
     if ours:
         raise from_fields(ours[0])
     failures = {
@@ -240,7 +240,7 @@ def _process_group(job: _Job) -> Iterator[None]:
 
     torch.set_num_threads(1)
     timeout = timedelta(seconds=job.timeout_s)
-    store = dist.FileStore(str(Path(job.folder, "store")), job.size)
+    store = dist.FileStore(str(Path(job.folder, "store")), job.size)  # type: ignore[attr-defined]  # as documented
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=timeout)
     try:
         yield
