@@ -7,7 +7,7 @@ and is in step for the next one; when the last rank has left, no key of the call
 
 One rank, the judge, gathers the statements of a stage and writes the verdict; the cost is one key a rank and stage, not
 one for each pair. The verdict is written by compare-and-set, so that a judge that is late or lost can be overruled
-once, for everybody. Group rank 0 judges "join", where ranks may not yet agree on the source; after that the source does.
+once, for everybody. Group rank 0 judges "join", where ranks may not yet agree on the source; then the source does.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ class Call:
             self._ask(functools.partial(self._sweep, first=self._gathered, last=self._index - 1))
         self._gathered = self._index - 1
         return payload
+
+    def state_early(self, failure: bytes) -> None:
+        """State a failure before the stage's end, for `flagged` on the judge; `gather` is to state it again."""
+        self._state(failure)
 
     def announce(self, statement: bytes | None, cause: BaseException | None = None) -> bytes:
         """End the stage by the judge's statement alone; the others only wait for it.
