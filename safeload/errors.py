@@ -90,7 +90,7 @@ class SafeLoadError(Exception):
 class SourceError(SafeLoadError):
     """The checkpoint was not found, is unreadable or is ambiguous."""
 
-    data_fields = ("path", "looked_for")
+    data_fields: ClassVar[tuple[str, ...]] = ("path", "looked_for")
 
 
 class UnsafeFormatError(SourceError):
@@ -100,7 +100,7 @@ class UnsafeFormatError(SourceError):
 class IntegrityError(SafeLoadError):
     """A file's bytes are not those that were expected."""
 
-    data_fields = ("path", "algorithm", "expected", "actual", "provenance")
+    data_fields: ClassVar[tuple[str, ...]] = ("path", "algorithm", "expected", "actual", "provenance")
 
 
 class UnverifiedError(IntegrityError):
@@ -110,7 +110,7 @@ class UnverifiedError(IntegrityError):
 class CheckpointError(SafeLoadError):
     """A malformed header, index or manifest; missing, unexpected or mismatched tensors, all of them listed."""
 
-    data_fields = ("path", "missing", "unexpected", "mismatched")
+    data_fields: ClassVar[tuple[str, ...]] = ("path", "missing", "unexpected", "mismatched")
 
 
 class GroupError(SafeLoadError):
@@ -120,31 +120,31 @@ class GroupError(SafeLoadError):
 class MismatchedCallError(GroupError):
     """Ranks called with other towers or other arguments, or in another order. `calls`: {rank: what it called}."""
 
-    data_fields = ("calls",)
+    data_fields: ClassVar[tuple[str, ...]] = ("calls",)
 
 
 class PeerError(GroupError):
     """A failure that is not ours, on this or on another rank. `failures`: {rank: text}."""
 
-    data_fields = ("failures",)
+    data_fields: ClassVar[tuple[str, ...]] = ("failures",)
 
 
 class ProtectionError(SafeLoadError):
     """The tower would be trained, sharded or cast."""
 
-    data_fields = ("tower",)
+    data_fields: ClassVar[tuple[str, ...]] = ("tower",)
 
 
 class TowerChangedError(ProtectionError):
     """Tensors of a tower are not what was verified. `changes`: {tensor name: what happened}."""
 
-    data_fields = ("tower", "changes")
+    data_fields: ClassVar[tuple[str, ...]] = ("tower", "changes")
 
 
 class PrecisionError(SafeLoadError):
     """Parameters break the rule of mixed precision. `parameters`: {name: what is wrong}; `fix`: the call to make."""
 
-    data_fields = ("parameters", "fix")
+    data_fields: ClassVar[tuple[str, ...]] = ("parameters", "fix")
 
 
 def _tree(root: type[SafeLoadError]) -> dict[str, type[SafeLoadError]]:

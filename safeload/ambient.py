@@ -1,0 +1,161 @@
+"""Leave the contexts that a caller's stack has put around our constructor, and come back to them.
+
+A tower is built inside an outer model's `__init__`, and that often runs inside contexts meant for the outer model
+alone: a meta device, a default dtype, skipped or emptied initialisers, patched `register_parameter`, the FSDP
+environment, DeepSpeed's `zero.Init`. `clean_contexts` steps out of all of them for the time of one build and restores
+every one on the way out, also when the build fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+import torch.nn.init
+
+__all__ = ["clean_contexts", "pristine"]
+
+# With both set, transformers and accelerate take every rank but the first for one that need not be filled.
+_FSDP_ENVIRONMENT: Final = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+_PATCHED_METHODS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "torch.nn.modules.module": {"Module": ("register_parameter", "register_buffer", "__init__")},
+    "transformers.modeling_utils": {"PreTrainedModel": ("init_weights", "tie_weights")},
+}
+
+
+def pristine(current: Callable[..., Any], *, module: str, qualname: str) -> Callable[..., Any]:
+    """Return the function that was defined as `module.qualname`, whatever it has been patched with since.
+
+    Context managers such as accelerate's `init_empty_weights` or transformers' `no_tie_weights` replace a function and
+    keep the original where it cannot be asked for, so that a patched one is looked up among the live functions.
+
+    Args:
+        current: What the name is bound to now. Returned as it is when it is the original.
+        module: The `__module__` of the original.
+        qualname: The `__qualname__` of the original.
+
+    Returns:
+        The original; `current` where no live function answers to the name.
+    """
+
+    def is_original(candidate: Any) -> bool:
+        return getattr(candidate, "__module__", None) == module and getattr(candidate, "__qualname__", None) == qualname
+
+    if is_original(current):
+        return current
+    live = (found for found in gc.get_objects() if isinstance(found, types.FunctionType) and is_original(found))
+    return next(live, current)
+
+
+def _candidates() -> Iterator[tuple[Any, str, str]]:
+    """Yield (owner, name, qualified name) of each function that an ambient context may have replaced."""
+    for module_name, owners in _PATCHED_METHODS.items():
+        module = sys.modules.get(module_name)
+        for owner_name, names in owners.items():
+            owner = getattr(module, owner_name, None)
+            yield from ((owner, name, f"{owner_name}.{name}") for name in names if owner is not None)
+    for name, current in vars(torch.nn.init).items():
+        if isinstance(current, types.FunctionType) and name.endswith("_") and not name.startswith("_"):
+            yield torch.nn.init, name, name
+
+
+def _patched_functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Yield (owner, name, original) of each function that is replaced just now."""
+    for owner, name, qualname in _candidates():
+        home = getattr(owner, "__module__", torch.nn.init.__name__)
+        original = pristine(vars(owner)[name], module=home, qualname=qualname)
+        if original is not vars(owner)[name]:
+            yield owner, name, original
+
+
+@contextlib.contextmanager
+def _original_functions() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, name, original in list(_patched_functions()):
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, original)
+        yield
+
+
+@contextlib.contextmanager
+def _plain_environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _FSDP_ENVIRONMENT}
+    os.environ.update({name: "false" for name, value in before.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _outside_zero_init() -> Iterator[None]:
+    """Leave DeepSpeed's `zero.Init`, and hide its configuration from transformers, which would enter it again."""
+    with contextlib.ExitStack() as stack:
+        partitioning: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+        if partitioning is not None and getattr(partitioning, "zero_init_context", None):
+            partitioning.shutdown_init_context()
+            stack.callback(partitioning.restore_init_context)
+        bridge: Any = sys.modules.get("transformers.integrations.deepspeed")
+        if bridge is not None and bridge.is_deepspeed_zero3_enabled():
+            config = bridge._hf_deepspeed_config_weak_ref()
+            bridge.unset_hf_deepspeed_config()
+            stack.callback(bridge.set_hf_deepspeed_config, config)
+        yield
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Leave the random number generators as they were.
+
+    Only the source runs `from_pretrained`, the others only a constructor: without this, what the script draws next
+    (the projector's initial weights, say) would differ between the ranks.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices=devices, device_type=accelerator.type if accelerator else "cuda"):
+        yield
+
+
+@contextlib.contextmanager
+def clean_contexts(*, device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Build inside this: no context that surrounds the caller reaches the constructor.
+
+    Stepped out of: `torch.device(...)` contexts and the default device, `torch.set_default_dtype`, inference mode,
+    autocast, transformers' initialisation contexts, accelerate's `init_empty_weights`, DeepSpeed's `zero.Init`, and the
+    environment `ACCELERATE_USE_FSDP` with `FSDP_CPU_RAM_EFFICIENT_LOADING`. The random state is left as it was.
+
+    Args:
+        device: The device that tensors are made on inside.
+        dtype: The default dtype inside.
+
+    Ranks: local.
+    """
+    with (
+        _same_random_state(),
+        _plain_environment(),
+        _outside_zero_init(),
+        _original_functions(),
+        torch.inference_mode(mode=False),
+        torch.autocast("cpu", enabled=False),
+        _default_dtype(dtype),
+        torch.device(device),
+    ):
+        yield

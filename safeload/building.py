@@ -1,0 +1,201 @@
+"""Make the tower's module: on the source with its weights, on the other ranks without.
+
+On the source the library that owns the class loads the sealed bytes by its own `from_pretrained`: key renames,
+conversions, ties and casts are its work, and none of that logic is repeated here. What it then says of missing,
+unexpected and mismatched keys is an error here, where it would have left a random tensor behind.
+
+The other ranks run the constructor on the meta device, from a `Recipe` that the source sends: the finished
+configuration, not a file. The values follow by the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from safeload.ambient import clean_contexts
+from safeload.errors import CheckpointError, SafeLoadError
+from safeload.families import dtype_keyword, family
+from safeload.judging import architectures, judge
+from safeload.recipes import Recipe, call_factory, constructor
+
+__all__ = ["build_peer", "build_source"]
+
+_META: Final = torch.device("meta")
+_CPU: Final = torch.device("cpu")
+
+
+def build_source(
+    model_class: Any,
+    folder: Path,
+    *,
+    origin: str,
+    config: Any = None,
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+    weights: Sequence[Path] = (),
+    ignore_unexpected: Sequence[str] = (),
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Construct the tower with its weights.
+
+    Args:
+        model_class: As in `safe_from_pretrained`.
+        folder: The private folder of sealed files, as the owning library expects it.
+        origin: What the caller wrote; the module's configuration is named after it.
+        config: A configuration object to use in place of the folder's.
+        dtype: Cast to this, once; None is "as stored".
+        variant: As in from_pretrained.
+        weights: The weight files in `folder`, for a factory.
+        ignore_unexpected: Regular expressions; keys of the checkpoint that match one may be left over.
+        model_kwargs: What the caller passed on.
+
+    Returns:
+        The module on the cpu, in eval mode, every tensor filled.
+
+    Raises:
+        CheckpointError: Missing, unexpected or mismatched tensors, all of them listed.
+
+    Ranks: source only.
+    """
+    kwargs = dict(model_kwargs or {})
+    kind = family(model_class)
+    with clean_contexts(device=_CPU):
+        if kind == "factory":
+            module = _fill_factory(model_class, weights, dtype, kwargs.get("key_mapping"), ignore_unexpected)
+        else:
+            name = dtype_keyword(kind)
+            kwargs[name] = ("auto" if dtype is None else dtype) if kind == "transformers" else dtype
+            if kind == "transformers":
+                kwargs["config"] = config
+            module, info = _quietly(model_class.from_pretrained, str(folder), variant, kwargs)
+            judge(module, info, ignore_unexpected, origin, wrote=architectures(folder))
+            _rename(module, origin)
+    return module.eval()
+
+
+def build_peer(
+    model_class: Callable[..., Any],
+    recipe: Recipe,
+    *,
+    origin: str,
+    config: Any = None,
+    folder: Path | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Construct the same module without weights, on meta where the class can be.
+
+    Args:
+        model_class: As in `safe_from_pretrained`.
+        recipe: What the source sent.
+        origin: What the caller wrote.
+        config: The configuration object that the caller gave, or None.
+        folder: Where `recipe.files` have been written, where remote code was asked for.
+        model_kwargs: What the caller passed on; the same on every rank.
+
+    Returns:
+        A module in eval mode whose tensors are to be filled by the plan.
+
+    Ranks: every rank but the source. Opens no weight file.
+    """
+    make = constructor(model_class, recipe, config=config, folder=folder, kwargs=dict(model_kwargs or {}))
+    dtype = getattr(torch, recipe.dtype)
+    try:
+        with clean_contexts(device=_META, dtype=dtype):
+            module = make()
+    except (NotImplementedError, RuntimeError):  # a constructor that reads its tensors' values cannot run on meta
+        with clean_contexts(device=_CPU, dtype=dtype):
+            module = make()
+    _rename(module, origin)
+    if recipe.generation_config is not None:
+        module.generation_config = type(module.generation_config).from_dict(recipe.generation_config)  # type: ignore
+    return module.eval()
+
+
+def _quietly(
+    from_pretrained: Callable[..., Any], folder: str, variant: str | None, kwargs: Mapping[str, Any]
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Call the class's own loader, without its report: what it would warn of is judged by `judge`."""
+    # ignore_mismatched_sizes makes it report mismatches instead of raising without saying which: `judge` raises on any.
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "local_files_only": True}
+    with _silence():
+        try:
+            loaded: tuple[nn.Module, Mapping[str, Any]] = from_pretrained(
+                folder, variant=variant, use_safetensors=True, **report, **kwargs
+            )
+        except SafeLoadError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{from_pretrained.__qualname__} could not load the checkpoint: {error}") from error
+    return loaded
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    logging: Any = sys.modules.get("transformers.utils.logging")
+    if logging is None:
+        yield
+        return
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(max(before, logging.ERROR))
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _rename(module: nn.Module, origin: str) -> None:
+    config = getattr(module, "config", None)
+    for owner in (config, module):
+        if owner is not None and hasattr(owner, "name_or_path"):
+            with contextlib.suppress(AttributeError):  # a read-only property in some classes
+                owner.name_or_path = origin
+
+
+def _fill_factory(
+    factory: Callable[[], Any],
+    weights: Sequence[Path],
+    dtype: torch.dtype | None,
+    key_mapping: Mapping[str, str] | None,
+    ignore_unexpected: Sequence[str],
+) -> nn.Module:
+
+    module = call_factory(factory)
+    state = {_renamed(key, key_mapping): value for path in weights for key, value in load_file(path).items()}
+    own = module.state_dict(keep_vars=True)
+    tied = {id(value): name for name, value in own.items() if name in state}
+    info = {
+        "missing_keys": [name for name, value in own.items() if name not in state and id(value) not in tied],
+        "unexpected_keys": [name for name in state if name not in own],
+        "mismatched_keys": [
+            (name, tuple(value.shape), tuple(own[name].shape))
+            for name, value in state.items()
+            if name in own and value.shape != own[name].shape
+        ],
+    }
+    judge(module, info, ignore_unexpected, "the checkpoint")
+    module.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False, assign=True)
+    for name, value in own.items():  # assign=True gives each name a tensor of its own: tie again what was tied
+        if name not in state:
+            path, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(path), leaf, module.get_parameter(tied[id(value)]))
+    return module if dtype is None else module.to(dtype)
+
+
+def _renamed(key: str, key_mapping: Mapping[str, str] | None) -> str:
+    for pattern, replacement in (key_mapping or {}).items():
+        key, count = re.subn(pattern, replacement, key)
+        if count:
+            return key
+    return key

@@ -1,0 +1,276 @@
+"""Turn the source's finished module into a plan that every rank can check and fill, without opening a file.
+
+Receives a module whose tensors are all there. Gives a `LoadPlan`: names, kinds, shapes, dtypes, strides, aliases and
+the order of the bytes. It travels as JSON. Receivers allocate from the plan, never from their own module, so that a
+rank whose module says another dtype cannot reinterpret what it is sent.
+
+Memory is planned by *segment*: the smallest range of bytes that holds a tensor, or several that overlap. Tied and
+overlapping tensors share a segment, so that each byte is sent once and aliases are aliases again on every rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+import torch
+from torch import nn
+
+from safeload.errors import CheckpointError
+
+__all__ = ["LoadPlan", "NamedTensor", "Segment", "TensorSpec", "named_tensors", "plan", "segment_views"]
+
+Kind = Literal["parameter", "buffer", "attribute"]
+_PLAN_FORMAT: Final = 1
+_PLAIN_TYPES: Final = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """A tensor that a module holds: a parameter, a buffer, or a plain attribute such as a rotary table."""
+
+    name: str
+    kind: Kind
+    tensor: torch.Tensor
+    persistent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of the tower.
+
+    Attributes:
+        name: Qualified name in the module.
+        kind: "parameter", "buffer" or "attribute" (a tensor held as a plain attribute).
+        dtype: Name of the torch dtype, "float16".
+        shape: Sizes, in elements.
+        strides: In elements.
+        segment: Index into `LoadPlan.segments`.
+        offset_bytes: Where the tensor begins in its segment.
+        persistent: Whether it is in the module's own state dict.
+        same_as: Name of the first tensor that is the very same object (a tie); None for the first.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    segment: int
+    offset_bytes: int
+    persistent: bool
+    same_as: str | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch knows it."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(
+                f"the plan gives {self.name} the dtype {self.dtype!r}, which this torch does not know"
+            )
+        return dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of bytes that is sent once."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """All tensors of a tower and the bytes behind them.
+
+    Attributes:
+        tensors: In the module's own order.
+        segments: In the order in which they are sent.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one rank receives."""
+        return sum(segment.size_bytes for segment in self.segments)
+
+    def to_json(self) -> bytes:
+        """Return the plan as JSON bytes."""
+        return json.dumps({"format": _PLAN_FORMAT, **asdict(self)}, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> LoadPlan:
+        """Read what `to_json` wrote on another rank.
+
+        Raises:
+            CheckpointError: The bytes are not a plan of this version of safeload.
+        """
+        try:
+            fields = json.loads(raw)
+            if fields["format"] != _PLAN_FORMAT:
+                raise CheckpointError(
+                    f"the source rank sent a plan of format {fields['format']}, this rank reads {_PLAN_FORMAT}: "
+                    "install the same version of safeload on every rank"
+                )
+            tensors = tuple(
+                TensorSpec(**{**spec, "shape": tuple(spec["shape"]), "strides": tuple(spec["strides"])})
+                for spec in fields["tensors"]
+            )
+            return cls(tensors=tensors, segments=tuple(Segment(**segment) for segment in fields["segments"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"the plan that the source rank sent cannot be read: {error!r}") from error
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor, bool]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, "parameter", parameter, True
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, "buffer", buffer, name not in module._non_persistent_buffers_set
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor):
+            yield name, "attribute", value, False
+
+
+def named_tensors(module: nn.Module) -> tuple[NamedTensor, ...]:
+    """List every tensor that a module and its children hold, ties under each of their names.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        In the module's own order; a submodule that is reachable by several names is listed under each of them.
+
+    Ranks: local.
+    """
+    return tuple(
+        NamedTensor(name=f"{prefix}.{name}" if prefix else name, kind=kind, tensor=tensor, persistent=persistent)
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name, kind, tensor, persistent in _own_tensors(child)
+    )
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last, gaps included."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.element_size())
+
+
+def _refuse_special(tensors: tuple[NamedTensor, ...]) -> None:
+    """Raise where a tensor is not plain strided memory: its bytes would not be its value."""
+    bad = {
+        item.name: f"{type(item.tensor).__name__}, {item.tensor.layout}, {item.tensor.device}"
+        for item in tensors
+        if type(item.tensor) not in _PLAIN_TYPES
+        or item.tensor.layout is not torch.strided
+        or item.tensor.is_quantized
+        or item.tensor.is_conj()
+        or item.tensor.is_neg()
+        or item.tensor.is_meta
+    }
+    if bad:
+        listed = "; ".join(f"{name} ({what})" for name, what in sorted(bad.items()))
+        raise CheckpointError(
+            f"{len(bad)} tensors of the tower are not plain dense tensors with data, and cannot be sent as bytes: "
+            f"{listed}. Quantised and sharded towers are not supported: load the tower in a floating dtype",
+            mismatched=bad,
+        )
+
+
+def _ranges(tensors: tuple[NamedTensor, ...]) -> list[tuple[int, int]]:
+    """Merge the byte ranges of all tensors where they overlap; sorted by address."""
+    spans = sorted((item.tensor.data_ptr(), item.tensor.data_ptr() + _extent_bytes(item.tensor)) for item in tensors)
+    merged: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if start == stop:
+            continue
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _layout(tensors: tuple[NamedTensor, ...]) -> tuple[tuple[Segment, ...], dict[str, tuple[int, int]]]:
+    """Give each tensor its (segment index, offset in bytes); segments in the order in which the module names them."""
+    ranges = _ranges(tensors)
+    starts = [start for start, _ in ranges]
+    numbers: dict[int, int] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for item in tensors:
+        if not _extent_bytes(item.tensor):
+            places[item.name] = (-1, 0)
+            continue
+        address = item.tensor.data_ptr()
+        found = bisect.bisect_right(starts, address) - 1
+        number = numbers.setdefault(found, len(numbers))
+        places[item.name] = (number, address - starts[found])
+    segments = tuple(Segment(size_bytes=ranges[found][1] - ranges[found][0]) for found in numbers)
+    return segments, places
+
+
+def plan(module: nn.Module) -> LoadPlan:
+    """Plan how a finished module is sent.
+
+    Args:
+        module: A module whose every tensor has data, all on the cpu.
+
+    Returns:
+        The plan. A tensor without elements has segment -1.
+
+    Raises:
+        CheckpointError: A tensor is on meta, quantised, sparse, sharded or of a subclass; all of them are named.
+
+    Ranks: source only.
+    """
+    tensors = named_tensors(module)
+    _refuse_special(tensors)
+    segments, places = _layout(tensors)
+    first: dict[int, str] = {}
+    specs = []
+    for item in tensors:
+        original = first.setdefault(id(item.tensor), item.name)
+        segment, offset_bytes = places[item.name]
+        specs.append(
+            TensorSpec(
+                name=item.name,
+                kind=item.kind,
+                dtype=str(item.tensor.dtype).removeprefix("torch."),
+                shape=tuple(item.tensor.shape),
+                strides=tuple(item.tensor.stride()),
+                segment=segment,
+                offset_bytes=offset_bytes,
+                persistent=item.persistent,
+                same_as=None if original == item.name else original,
+            )
+        )
+    return LoadPlan(tensors=tuple(specs), segments=segments)
+
+
+def segment_views(module: nn.Module, load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
+    """Return the module's own memory, segment by segment, as flat bytes.
+
+    Args:
+        module: The module that `load_plan` was made from, unchanged since, on the cpu.
+        load_plan: What `plan(module)` returned.
+
+    Returns:
+        One uint8 tensor `[size_bytes]` per segment, a view: it is valid as long as the module's tensors are.
+
+    Ranks: source only.
+    """
+    views: dict[int, torch.Tensor] = {}
+    for item, spec in zip(named_tensors(module), load_plan.tensors, strict=True):
+        if spec.segment >= 0 and spec.offset_bytes == 0 and spec.segment not in views:
+            storage = torch.empty(0, dtype=torch.uint8).set_(item.tensor.untyped_storage())
+            start = item.tensor.data_ptr() - storage.data_ptr()
+            views[spec.segment] = storage[start : start + load_plan.segments[spec.segment].size_bytes]
+    return tuple(views[number] for number in range(len(load_plan.segments)))

@@ -1,0 +1,215 @@
+"""One file of the source: open it once, read it once, hash it while its bytes go into memory that nobody can change.
+
+Receives a path; gives an `OpenedFile` (checked to be a regular file, never blocking) and then, from `copy_hashed`, its
+digests. The memory is a sealed memfd; where there is none, a private file that is unlinked by whoever made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from safeload.errors import SourceError
+from safeload.indexes import fold_name
+
+__all__ = ["OpenedFile", "copy_hashed", "freeze", "has_sealed_memory", "new_memory", "open_regular"]
+
+_CHUNK_BYTES: Final = 1 << 20  # stays in the processor's cache between the read, the hash and the write
+_BUFFERS: Final = 4
+_LINUX_SEALS: Final = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
+_F_ADD_SEALS: Final = 1033
+
+OnChunk = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedFile:
+    """A regular file, open for reading; `link` is where its folder entry pointed when it was a symbolic link."""
+
+    name: str
+    path: Path
+    fd: int
+    size_bytes: int
+    link: str | None
+
+
+def open_regular(path: Path, *, name: str) -> OpenedFile:
+    """Open a file of the source for reading, once.
+
+    Args:
+        path: Where it is.
+        name: What the checkpoint calls it.
+
+    Returns:
+        The opened file; the caller closes `fd`.
+
+    Raises:
+        SourceError: Missing, unreadable, or not a regular file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise _unreadable(path, error) from error
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
+        os.close(fd)
+        raise SourceError(f"{path}: not a regular file but {_kind_of(info.st_mode)}.", path=str(path))
+    return OpenedFile(name=name, path=path, fd=fd, size_bytes=info.st_size, link=_link_of(path))
+
+
+def has_sealed_memory() -> bool:
+    """Say whether this system can seal memory against change (Linux memfd)."""
+    return hasattr(os, "memfd_create")
+
+
+def new_memory(name: str) -> int:
+    """Make empty memory that can be sealed; the caller closes it.
+
+    Args:
+        name: Shown in /proc, for people.
+
+    Returns:
+        Its descriptor.
+    """
+    return os.memfd_create(f"safeload:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def freeze(fd: int) -> None:
+    """Seal memory against writing, shrinking, growing and further seals, for everybody and for good.
+
+    Args:
+        fd: What `new_memory` returned, filled.
+    """
+    import fcntl  # noqa: PLC0415  not on Windows, where nothing calls this
+
+    fcntl.fcntl(fd, _F_ADD_SEALS, _LINUX_SEALS)
+
+
+def copy_hashed(
+    source: OpenedFile, target_fd: int | None, *, git_sha1: bool = False, on_chunk: OnChunk | None = None
+) -> dict[str, str]:
+    """Read a file to its end, once; hash each chunk from the buffer from which it is written to the target.
+
+    Args:
+        source: The file, at its beginning.
+        target_fd: Where the bytes go; None hashes only.
+        git_sha1: Compute git's blob id beside sha256.
+        on_chunk: Called with the size of each chunk. What it raises ends the copy.
+
+    Returns:
+        The digests in hexadecimal by algorithm: "sha256", and "git-sha1" when asked for.
+
+    Raises:
+        SourceError: The file cannot be read, or it grew or shrank meanwhile.
+    """
+    hashers: dict[str, Any] = {"sha256": hashlib.sha256()}
+    if git_sha1:
+        hashers["git-sha1"] = hashlib.sha1(b"blob %d\0" % source.size_bytes, usedforsecurity=False)
+    read_bytes = 0
+    with _HashingThread(tuple(hashers.values()), chunk_bytes=min(_CHUNK_BYTES, source.size_bytes + 1)) as hashing:
+        while chunk := _read_chunk(source, hashing.free_buffer()):
+            read_bytes += len(chunk)
+            _check_size(source, read_bytes, at_end=False)
+            hashing.update(chunk)
+            _write(target_fd, chunk)
+            if on_chunk is not None:
+                on_chunk(len(chunk))
+    _check_size(source, read_bytes, at_end=True)
+    return {algorithm: hasher.hexdigest() for algorithm, hasher in hashers.items()}
+
+
+class _HashingThread:
+    """Hashes buffers in order while the caller reads and writes the next ones; a buffer is free once it was hashed."""
+
+    def __init__(self, hashers: tuple[Any, ...], *, chunk_bytes: int) -> None:
+        self._hashers = hashers
+        self._buffers = [bytearray(chunk_bytes) for _ in range(_BUFFERS)]
+        self._pending: deque[Future[None]] = deque()
+        self._turn = 0
+
+    def __enter__(self) -> _HashingThread:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="safeload-hash")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True)
+        if error is None:
+            for future in self._pending:
+                future.result()
+
+    def free_buffer(self) -> bytearray:
+        if len(self._pending) == _BUFFERS:
+            self._pending.popleft().result()
+        self._turn = (self._turn + 1) % _BUFFERS
+        return self._buffers[self._turn]
+
+    def update(self, chunk: memoryview) -> None:
+        self._pending.append(self._pool.submit(self._update, chunk))
+
+    def _update(self, chunk: memoryview) -> None:
+        for hasher in self._hashers:
+            hasher.update(chunk)
+
+
+def _read_chunk(source: OpenedFile, buffer: bytearray) -> memoryview:
+    try:
+        return memoryview(buffer)[: io.FileIO(source.fd, closefd=False).readinto(buffer)]
+    except OSError as error:
+        raise _unreadable(source.path, error) from error
+
+
+def _write(fd: int | None, chunk: memoryview) -> None:
+    written = 0
+    while fd is not None and written < len(chunk):
+        written += os.write(fd, chunk[written:])
+
+
+def _check_size(source: OpenedFile, read_bytes: int, *, at_end: bool) -> None:
+    if read_bytes > source.size_bytes or (at_end and read_bytes != source.size_bytes):
+        what = "grew" if read_bytes > source.size_bytes else "shrank"
+        raise SourceError(
+            f"{source.path}: {what} while it was read ({source.size_bytes} bytes when opened, {read_bytes} read): "
+            "something writes to it.",
+            path=str(source.path),
+        )
+
+
+def _unreadable(path: Path, error: Exception) -> SourceError:
+    if isinstance(error, FileNotFoundError):
+        return SourceError(f"{path}: no such file.{_near(path)}", path=str(path), looked_for=[str(path)])
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return SourceError(f"{path}: cannot be read: {text}.", path=str(path), looked_for=[str(path)])
+
+
+def _near(path: Path) -> str:
+    """Name the entries that differ from the one wanted only in case or Unicode form, or a link that leads nowhere."""
+    if path.is_symlink():
+        return f" It is a link to {_link_of(path)}, which is not there."
+    try:
+        near = [name for name in os.listdir(path.parent) if fold_name(name) == fold_name(path.name)]
+    except OSError:
+        return ""
+    return f" There is {', '.join(map(ascii, near))}: names are compared byte for byte." if near else ""
+
+
+def _link_of(path: Path) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def _kind_of(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket"}
+    return next((text for test, text in kinds.items() if test(mode)), "a device")

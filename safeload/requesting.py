@@ -1,0 +1,140 @@
+"""What the caller asked for: checked before anything is read, and stated so that ranks can compare their calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from safeload.errors import SafeLoadError
+from safeload.families import family
+
+__all__ = ["Request", "floating_dtype"]
+
+_CHOICES: Final = {
+    "transport": ("auto", "broadcast"),
+    "memory": ("sealed", "mapped"),
+    "verify": ("auto", "strict", "off"),
+}
+
+# Arguments of from_pretrained that would split, quantise or replace what is loaded; and what to say instead.
+_REFUSED: Final = {
+    "device_map": "pass device=: the tower is placed whole",
+    "tp_plan": "a frozen tower is not sharded",
+    "tp_size": "a frozen tower is not sharded",
+    "distributed_config": "a frozen tower is not sharded",
+    "device_mesh": "a frozen tower is not sharded",
+    "quantization_config": "quantised towers are not supported",
+    "load_in_8bit": "quantised towers are not supported",
+    "load_in_4bit": "quantised towers are not supported",
+    "gguf_file": "only safetensors checkpoints are loaded",
+    "from_tf": "only safetensors checkpoints are loaded",
+    "from_flax": "only safetensors checkpoints are loaded",
+    "state_dict": "weights come from the checkpoint alone",
+    "ignore_mismatched_sizes": "a mismatched tensor would stay random",
+    "output_loading_info": "missing and unexpected keys are errors; see load_report(tower)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the caller asked for; the arguments of `safe_from_pretrained`."""
+
+    model_class: Callable[..., Any]
+    origin: str
+    config: Any
+    dtype: torch.dtype | str | None
+    device: torch.device | str | int | None
+    where: Mapping[str, Any]  # revision, subfolder, variant, cache_dir, token, local_files_only
+    transport: str
+    memory: Literal["sealed", "mapped"]
+    verify: Literal["auto", "strict", "off"]
+    manifest: Any
+    manifest_sha256: str | None
+    allow_pickle: bool
+    progress: bool | None
+    ignore_unexpected: tuple[str, ...]
+    model_kwargs: Mapping[str, Any]
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether the caller asked for the repository's own code by name."""
+        return bool(self.model_kwargs.get("trust_remote_code"))
+
+    def check(self) -> None:
+        """Refuse what cannot be honoured, before anything is read."""
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SafeLoadError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}")
+        if self.config is not None and not hasattr(self.config, "to_dict"):
+            raise SafeLoadError(
+                f"config={self.config!r}: expected a configuration object, or None for the checkpoint's own"
+            )
+        floating_dtype(self.dtype)
+        refuse_arguments(self.model_class, self.model_kwargs)
+
+    def statement(self) -> dict[str, str]:
+        """Return what this rank called, in a form that is the same on ranks that call the same."""
+        stated = {
+            "model_class": _name(self.model_class),
+            "path": self.origin,
+            "dtype": str(self.dtype),
+            "config": "None" if self.config is None else json.dumps(self.config.to_dict(), sort_keys=True, default=str),
+            "kwargs": ", ".join(f"{name}={_stable(value)}" for name, value in sorted(self.model_kwargs.items())),
+        }
+        stated |= {name: str(self.where[name]) for name in ("revision", "subfolder", "variant")}
+        names = ("transport", "memory", "verify", "manifest_sha256", "allow_pickle", "ignore_unexpected")
+        return stated | {name: str(getattr(self, name)) for name in names}
+
+
+def _name(thing: Any) -> str:
+    thing = getattr(thing, "func", thing)  # functools.partial
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _stable(value: Any) -> str:
+    """Text of a value without what differs between processes, such as an address."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_stable(item)}" for key, item in sorted(value.items(), key=str)) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_stable, value)) + "]"
+    if value is None or isinstance(value, str | int | float | torch.dtype | torch.device):
+        return repr(value)
+    return _name(type(value))
+
+
+def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Read the `dtype` argument: None and "auto" are "as stored".
+
+    Raises:
+        SafeLoadError: Not a floating dtype that torch knows.
+
+    Ranks: every rank.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise SafeLoadError(f"dtype={dtype!r}: expected None, 'auto', or a floating torch dtype such as torch.bfloat16")
+    return found
+
+
+def refuse_arguments(model_class: Callable[..., Any], model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse what a safe load cannot honour, before anything is read.
+
+    Raises:
+        SafeLoadError: All such arguments at once, each with what to do instead.
+
+    Ranks: every rank.
+    """
+    if not callable(model_class):
+        raise SafeLoadError(f"model_class is {model_class!r}: expected a class or a callable that returns a module")
+    wrong = [f"{name} ({_REFUSED[name]})" for name, value in sorted(model_kwargs.items()) if value and name in _REFUSED]
+    if wrong:
+        raise SafeLoadError(f"safe_from_pretrained does not take {', '.join(wrong)}")
+    if family(model_class) == "factory" and set(model_kwargs) - {"key_mapping"}:
+        extra = ", ".join(sorted(set(model_kwargs) - {"key_mapping"}))
+        raise SafeLoadError(f"{model_class!r} is called without arguments and cannot take {extra}: wrap it in a lambda")

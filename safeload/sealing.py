@@ -1,0 +1,292 @@
+"""Open each file once, read it once, hash while copying into memory that nobody can change.
+
+Receives a `Checkpoint` and its `Manifest`; gives a `SealedCheckpoint`, whose bytes are the bytes that were hashed, for
+good: what happens to the folder afterwards does not matter. The index is parsed from its sealed bytes, and only shards
+it names are read. Nothing is compared here but sizes, which are refused before a byte is read where they are known.
+
+On Linux a file's bytes go into a memfd sealed against writing, shrinking and growing, and `open_folder` shows it to the
+unmodified loader as a link to `/proc/self/fd/N`. Elsewhere they go into a private file that only this user can reach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal
+
+from safeload.errors import IntegrityError, SourceError
+from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
+from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular
+from safeload.resolving import Checkpoint, require_known_weights
+from safeload.verifying import Manifest
+
+__all__ = ["OnBytes", "SealedCheckpoint", "SealedFile", "open_folder", "seal"]
+
+OnBytes = Callable[[int, int], None]
+
+_THREADS: Final = 4  # files at a time; each has one more thread that hashes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedFile:
+    """One file of the checkpoint in memory that nobody can change.
+
+    `fd` is owned by the `SealedCheckpoint` and closed with it; a mapping made before stays valid. `link` is where the
+    folder's entry pointed, when it was a symbolic link. `git_sha1` is set where the manifest asked for it.
+    """
+
+    name: str
+    fd: int
+    size_bytes: int
+    sha256: str
+    git_sha1: str | None = None
+    link: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedCheckpoint:
+    """All files of a load, each read once. Owns their descriptors until `close`, or the end of its `with` block."""
+
+    checkpoint: Checkpoint
+    files: tuple[SealedFile, ...]
+    index: WeightIndex | None
+    owner: ExitStack
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the files, as in the source folder."""
+        return tuple(file.name for file in self.files)
+
+    @property
+    def weight_files(self) -> tuple[SealedFile, ...]:
+        """The files that hold tensors, in the order of the index."""
+        names = self.index.shards if self.index else (self.checkpoint.weights,)
+        return tuple(file for file in self.files if file.name in names)
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names in the folder that `open_folder` shows, of the files that hold tensors."""
+        return tuple(_names_for_loader(self.checkpoint, file.name)[0] for file in self.weight_files)
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were read from the source, all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest(self) -> str:
+        """One sha256 for the whole: over the sorted lines `sha256  name` of its files, as `sha256sum` prints them."""
+        lines = sorted(f"{file.sha256}  {file.name}\n" for file in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def file(self, name: str) -> SealedFile:
+        """Return the file of this name; `KeyError` when it is not part of the load."""
+        for file in self.files:
+            if file.name == name:
+                return file
+        raise KeyError(name)
+
+    def read(self, name: str, *, offset: int = 0, size_bytes: int | None = None) -> bytes:
+        """Return the sealed bytes of a file.
+
+        Args:
+            name: Name in the source folder.
+            offset: Where to begin.
+            size_bytes: How many bytes at most; None is all that follow.
+
+        Returns:
+            The bytes, those that were hashed.
+        """
+        file = self.file(name)
+        end = file.size_bytes if size_bytes is None else min(file.size_bytes, offset + size_bytes)
+        parts = []
+        while offset < end and (part := os.pread(file.fd, min(end - offset, 1 << 30), offset)):
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close the descriptors. Tensors that map the sealed memory keep it alive and stay valid."""
+        self.owner.close()
+
+    def __enter__(self) -> SealedCheckpoint:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def seal(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    *,
+    memory: Literal["sealed", "mapped"] = "sealed",
+    on_bytes: OnBytes | None = None,
+) -> SealedCheckpoint:
+    """Read every file that the load needs once, into memory that nobody can change, hashing on the way.
+
+    Args:
+        checkpoint: What is needed, by name.
+        manifest: Sizes it gives are compared before anything is read; its algorithms are computed beside sha256.
+        memory: "mapped" copies nothing and keeps the opened file itself, for storage that nobody writes to.
+        on_bytes: Called with the weight bytes read so far and their total, from several threads, one at a time.
+
+    Returns:
+        The sealed files. The caller owns them: use it in a `with` block or call `close`.
+
+    Raises:
+        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
+        IntegrityError: A size is not the one in the manifest.
+        CheckpointError: The index or the config is malformed.
+
+    Ranks:
+        Source rank only.
+    """
+    with ExitStack() as owner, ExitStack() as opened:
+        source = _Source(
+            checkpoint=checkpoint, manifest=manifest, owner=owner, opened=owner if memory == "mapped" else opened
+        )
+        copies = memory == "sealed"
+        small = source.read_all(source.open_all((*checkpoint.small, *filter(None, [checkpoint.index]))), copies=copies)
+        first = SealedCheckpoint(checkpoint=checkpoint, files=small, index=None, owner=owner)
+        if "config.json" in first.names:
+            require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
+        index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
+        shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
+        weights = source.read_all(shards, copies=copies, on_bytes=on_bytes)
+        return SealedCheckpoint(checkpoint=checkpoint, files=(*small, *weights), index=index, owner=owner.pop_all())
+
+
+@contextmanager
+def open_folder(sealed: SealedCheckpoint) -> Iterator[Path]:
+    """Show the sealed files as a folder that an unmodified `from_pretrained` loads from, and nothing else.
+
+    Args:
+        sealed: Must stay open while the folder is in use. Tensors that were mapped from it outlive both.
+
+    Yields:
+        A private folder (mode 0700) of links to the sealed memory, under the names the loaders look for. It is valid
+        in this process only and removed at the end.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="safeload-"))
+    try:
+        for file in sealed.files:
+            for name in _names_for_loader(sealed.checkpoint, file.name):
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                target.symlink_to(f"/proc/self/fd/{file.fd}")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _names_for_loader(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
+    return checkpoint.load_as if name in (checkpoint.weights, checkpoint.index) else (name,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """The source folder; `opened` owns the files opened there, `owner` the memory they were copied to."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    owner: ExitStack
+    opened: ExitStack
+
+    def open_all(self, names: Sequence[str]) -> list[OpenedFile]:
+        """Open all files and check their sizes before any is read; what is missing is listed all at once."""
+        files: list[OpenedFile] = []
+        missing: dict[str, SourceError] = {}
+        for name in names:
+            try:
+                files.append(open_regular(self.checkpoint.folder / name, name=name))
+            except SourceError as error:
+                missing[str(self.checkpoint.folder / name)] = error
+            else:
+                self.opened.callback(os.close, files[-1].fd)
+        if missing:
+            message = " ".join(error.message for error in missing.values())
+            first = next(iter(missing))
+            raise SourceError(message, path=first, looked_for=list(missing)) from missing[first]
+        for file in files:
+            self._check_size(file)
+        return files
+
+    def _check_size(self, file: OpenedFile) -> None:
+        expected = self.manifest.entries.get(file.name)
+        if expected is None or expected.size_bytes in (None, file.size_bytes):
+            return
+        junk = describe_junk(os.pread(file.fd, 512, 0))
+        raise IntegrityError(
+            f"{file.path}: {file.size_bytes} bytes, {self.manifest.source} says {expected.size_bytes}: "
+            f"{f'this is {junk}' if junk else 'truncated, or another file; download it again'}.",
+            path=str(file.path),
+            algorithm="size",
+            expected=str(expected.size_bytes),
+            actual=str(file.size_bytes),
+            provenance=self.manifest.provenance,
+        )
+
+    def read_all(
+        self, files: Sequence[OpenedFile], *, copies: bool, on_bytes: OnBytes | None = None
+    ) -> tuple[SealedFile, ...]:
+        """Read opened files, several at a time; the first failure in their order ends them all."""
+        progress = _Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
+        targets: list[int | None] = [self._new_memory(file.name) if copies else None for file in files]
+        with ThreadPoolExecutor(max(1, min(_THREADS, len(files)))) as pool:
+            futures = [pool.submit(self._read, *pair, progress) for pair in zip(files, targets, strict=True)]
+            try:
+                return tuple(future.result() for future in futures)
+            except BaseException:
+                progress.stopped.set()
+                raise
+
+    def _new_memory(self, name: str) -> int:
+        fd = new_memory(name)
+        self.owner.callback(os.close, fd)
+        return fd
+
+    def _read(self, file: OpenedFile, target_fd: int | None, progress: _Progress) -> SealedFile:
+        expected = self.manifest.entries.get(file.name)
+        wants_git = expected is not None and expected.algorithm == "git-sha1"
+        digests = copy_hashed(file, target_fd, git_sha1=wants_git, on_chunk=progress.add)
+        if target_fd is not None:
+            freeze(target_fd)
+        return SealedFile(
+            name=file.name,
+            fd=file.fd if target_fd is None else target_fd,
+            size_bytes=file.size_bytes,
+            sha256=digests["sha256"],
+            git_sha1=digests.get("git-sha1"),
+            link=file.link,
+        )
+
+
+class _Progress:
+    """Adds up what all threads have read; raises in every thread once one has failed."""
+
+    def __init__(self, *, total_bytes: int, on_bytes: OnBytes | None) -> None:
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._done_bytes, self._total_bytes, self._on_bytes = 0, total_bytes, on_bytes
+
+    def add(self, chunk_bytes: int) -> None:
+        if self.stopped.is_set():
+            raise CancelledError
+        if self._on_bytes is not None:
+            with self._lock:
+                self._done_bytes += chunk_bytes
+                self._on_bytes(self._done_bytes, self._total_bytes)
