@@ -49,7 +49,7 @@ def pristine(current: Callable[..., Any], *, module: str, qualname: str) -> Call
 
     if is_original(current):
         return current
-    live = (found for found in gc.get_objects() if isinstance(found, types.FunctionType) and is_original(found))
+    live = (found for found in gc.get_objects() if type(found) is types.FunctionType and is_original(found))
     return next(live, current)
 
 

@@ -17,7 +17,7 @@ import torch
 from safeload.group import Group
 from safeload.planning import LoadPlan
 
-__all__ = ["Piece", "broadcast", "buckets"]
+__all__ = ["Piece", "broadcast", "buckets", "payload_device"]
 
 BUCKET_BYTES: Final = 32 * 1024**2  # large enough that a collective's latency vanishes, small beside any tower
 _PACKED_BYTES: Final = 1024**2  # segments below this are packed together
@@ -64,15 +64,29 @@ def buckets(load_plan: LoadPlan, *, bucket_bytes: int = BUCKET_BYTES) -> Iterato
         yield tuple(packed)
 
 
+def payload_device(group: Group, device: torch.device) -> torch.device:
+    """Return where the buckets travel: the tower's own device where the backend serves it, else one that it does.
+
+    Args:
+        group: The ranks.
+        device: Where the tower lives on this rank.
+
+    Ranks: local.
+    """
+    if device.type in group.devices or not group.devices:
+        return device
+    return torch.device(group.devices[0])
+
+
 def broadcast(
     group: Group,
     load_plan: LoadPlan,
+    *,
     source: tuple[torch.Tensor, ...] | None,
     target: tuple[torch.Tensor, ...] | None,
-    *,
     device: torch.device,
     on_bytes: Callable[[int], None] | None = None,
-) -> int:
+) -> None:
     """Send every segment from the source rank to the others.
 
     Args:
@@ -80,35 +94,38 @@ def broadcast(
         load_plan: The source's plan, the same on every rank.
         source: On the source rank the bytes to send, on the cpu; elsewhere None.
         target: Where this rank wants them; None where the source keeps its own memory.
-        device: Where the collective runs: a device that the group's backend serves.
+        device: Where the tower lives on this rank.
         on_bytes: Called with the number of bytes after each bucket.
-
-    Returns:
-        Bytes that this rank sent (source) or received.
 
     Raises:
         PeerError: A rank failed or was lost meanwhile; on every rank.
 
     Ranks: every rank of `group`, in the same order.
     """
-    moved = 0
-    for bucket in buckets(load_plan):
-        size_bytes = sum(piece.size_bytes for piece in bucket)
-        wire = _wire(bucket, target if target is not None else source, device, size_bytes)
-        for piece, part in _parts(bucket, wire):
-            if source is not None:
-                _copy(part, _slice(source, piece))
-        group.broadcast(wire)
-        for piece, part in _parts(bucket, wire):
-            if target is not None:
-                _copy(_slice(target, piece), part)
-        moved += size_bytes
+    if group.size == 1 and target is None:
+        return  # one process keeps what it has loaded
+    cut = tuple(buckets(load_plan))
+    travel = payload_device(group, device)
+
+    def fill(index: int) -> torch.Tensor:
+        wire = _wire(cut[index], target if target is not None else source, travel)
+        for piece, part in _parts(cut[index], wire) if source is not None else ():
+            _copy(part, _slice(source, piece))
+        return wire
+
+    def take(index: int, wire: torch.Tensor) -> None:
+        for piece, part in _parts(cut[index], wire) if target is not None else ():
+            _copy(_slice(target, piece), part)
         if on_bytes is not None:
-            on_bytes(size_bytes)
-    return moved
+            on_bytes(wire.numel())
+
+    sizes_bytes = [sum(piece.size_bytes for piece in bucket) for bucket in cut]
+    group.stream("broadcast", sizes_bytes, fill, take, device=travel)
 
 
-def _slice(segments: tuple[torch.Tensor, ...], piece: Piece) -> torch.Tensor:
+def _slice(segments: tuple[torch.Tensor, ...] | None, piece: Piece) -> torch.Tensor:
+    if segments is None:
+        raise AssertionError("a slice of segments that this rank does not have")
     return segments[piece.segment][piece.start : piece.stop]
 
 
@@ -118,12 +135,12 @@ def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
 
 
 def _wire(
-    bucket: tuple[Piece, ...], memory: tuple[torch.Tensor, ...] | None, device: torch.device, size_bytes: int
+    bucket: tuple[Piece, ...], memory: tuple[torch.Tensor, ...] | None, device: torch.device
 ) -> torch.Tensor:
     """Return what the collective works on: the final memory itself for a single slice there, else a staging bucket."""
     if len(bucket) == 1 and memory is not None and memory[bucket[0].segment].device == device:
         return _slice(memory, bucket[0])
-    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    return torch.empty(sum(piece.size_bytes for piece in bucket), dtype=torch.uint8, device=device)
 
 
 def _parts(bucket: tuple[Piece, ...], wire: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:

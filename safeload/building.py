@@ -24,7 +24,7 @@ from torch import nn
 from safeload.ambient import clean_contexts
 from safeload.errors import CheckpointError, SafeLoadError
 from safeload.families import dtype_keyword, family
-from safeload.judging import architectures, judge
+from safeload.fitting import architectures, check_fit
 from safeload.recipes import Recipe, call_factory, constructor
 
 __all__ = ["build_peer", "build_source"]
@@ -77,7 +77,7 @@ def build_source(
             if kind == "transformers":
                 kwargs["config"] = config
             module, info = _quietly(model_class.from_pretrained, str(folder), variant, kwargs)
-            judge(module, info, ignore_unexpected, origin, wrote=architectures(folder))
+            check_fit(module, info, ignore_unexpected, origin, wrote=architectures(folder))
             _rename(module, origin)
     return module.eval()
 
@@ -123,8 +123,8 @@ def build_peer(
 def _quietly(
     from_pretrained: Callable[..., Any], folder: str, variant: str | None, kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Call the class's own loader, without its report: what it would warn of is judged by `judge`."""
-    # ignore_mismatched_sizes makes it report mismatches instead of raising without saying which: `judge` raises on any.
+    """Call the class's own loader, without its report: what it would warn of is judged by `check_fit`."""
+    # ignore_mismatched_sizes makes it report mismatches, not raise without saying which: `check_fit` raises on any.
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "local_files_only": True}
     with _silence():
         try:
@@ -184,7 +184,7 @@ def _fill_factory(
             if name in own and value.shape != own[name].shape
         ],
     }
-    judge(module, info, ignore_unexpected, "the checkpoint")
+    check_fit(module, info, ignore_unexpected, "the checkpoint")
     module.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False, assign=True)
     for name, value in own.items():  # assign=True gives each name a tensor of its own: tie again what was tied
         if name not in state:

@@ -22,11 +22,12 @@ from torch import nn
 
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
-from safeload.errors import SafeLoadError
+from safeload.errors import ProtectionError, SafeLoadError
+from safeload.examining import examine
 from safeload.group import Group, join_group
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, plan, segment_views
-from safeload.protecting import protect
+from safeload.protecting import protect, tower_state
 from safeload.recipes import Recipe, recipe_of
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock, progress_bar
 from safeload.requesting import Request, floating_dtype
@@ -34,7 +35,7 @@ from safeload.resolving import resolve
 from safeload.sealing import SealedCheckpoint, open_folder, seal
 from safeload.verifying import Verification, expect, verify
 
-__all__ = ["safe_from_pretrained"]
+__all__ = ["load_report", "safe_from_pretrained"]
 
 _CPU: Final = torch.device("cpu")
 
@@ -178,8 +179,35 @@ def safe_from_pretrained(
         ranks.agree("arguments", request.check)
         loaded = _load_on_source(request, ranks, clock, kept)
         module, letter = _fill_every_rank(request, ranks, clock, loaded)
-        report = _report(request, ranks, clock, meter, letter, module, loaded)
-        return ranks.agree("protect", lambda: protect(module, origin=request.origin, report=report))
+        device = str(next((parameter.device for parameter in module.parameters()), _CPU))
+        report = _report(request, ranks, clock, letter, _own_report(ranks, meter, letter, loaded, device))
+        return ranks.agree("protect", lambda: _protect(module, request, report))
+
+
+def _protect(module: nn.Module, request: Request, report: LoadReport) -> nn.Module:
+    tower = protect(module, name=type(module).__name__, origin=request.origin)
+    tower_state(tower).report = report
+    return tower
+
+
+def load_report(tower: nn.Module) -> LoadReport:
+    """Tell how a tower came about: bytes, seconds by stage, digest and its provenance, memory of every rank.
+
+    Args:
+        tower: What `safe_from_pretrained` returned.
+
+    Returns:
+        The record; `print` it for text, `to_json()` for JSON.
+
+    Raises:
+        ProtectionError: Not a tower that safeload has loaded.
+
+    Ranks: local; the record holds every rank's figures.
+    """
+    report = tower_state(tower).report
+    if not isinstance(report, LoadReport):
+        raise ProtectionError(f"this {type(tower).__name__} was protected without being loaded: it has no report")
+    return report
 
 
 def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: ExitStack) -> _Loaded | None:
@@ -205,7 +233,6 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
             verify=request.verify,
             manifest=request.manifest,
             manifest_sha256=request.manifest_sha256,
-            token=request.where["token"],
         ),
     )
 
@@ -214,7 +241,8 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
             return kept.enter_context(seal(checkpoint, manifest, memory=request.memory, on_bytes=on_bytes))
 
     sealed = step("seal", read)
-    verification = step("verify", lambda: verify(manifest, sealed, mode=request.verify))
+    verification = step("verify", lambda: verify(manifest, sealed.digests, mode=request.verify))
+    step("examine", lambda: examine(sealed))
     module = step("build", lambda: _build(request, sealed))
     letter = step("plan", lambda: _write_letter(request, module, sealed, verification))
     return _Loaded(module=module, letter=letter, sealed=sealed) if ranks.is_source else None
@@ -267,7 +295,7 @@ def _fill_every_rank(
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
     with clock.stage("broadcast"):
         source = segment_views(module, load_plan) if loaded else None
-        broadcast(ranks, load_plan, source, target, device=ranks.payload_device(device))
+        broadcast(ranks, load_plan, source=source, target=target, device=device)
     with clock.stage("place"):
         ranks.agree("place", lambda: place(module, load_plan, target, device=device) if target is not None else None)
     return module, letter
@@ -312,42 +340,37 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     return found
 
 
-def _report(
-    request: Request,
-    ranks: Group,
-    clock: StageClock,
-    meter: MemoryMeter,
-    letter: _Letter,
-    module: nn.Module,
-    loaded: _Loaded | None,
-) -> LoadReport:
-    load_plan = letter.load_plan
-    meter.__exit__()
-    own = RankReport(
+def _own_report(ranks: Group, meter: MemoryMeter, letter: _Letter, loaded: _Loaded | None, device: str) -> RankReport:
+    meter.stop()
+    size_bytes = letter.load_plan.size_bytes
+    return RankReport(
         rank=ranks.global_rank,
         host=ranks.host,
         read_bytes=loaded.sealed.bytes_read if loaded else 0,
         files_opened=loaded.sealed.names if loaded else (),
-        sent_bytes=load_plan.size_bytes if loaded and ranks.size > 1 else 0,
-        received_bytes=0 if loaded else load_plan.size_bytes,
+        sent_bytes=size_bytes if loaded and ranks.size > 1 else 0,
+        received_bytes=0 if loaded else size_bytes,
         memory_before_bytes=meter.before_bytes,
         memory_peak_bytes=meter.peak_bytes,
         memory_after_bytes=meter.after_bytes,
-        device=str(next((p.device for p in module.parameters()), _CPU)),
+        device=device,
     )
-    gathered = ranks.gather_bytes("report", own.to_json())
-    specs = [spec for spec in load_plan.tensors if spec.same_as is None]
+
+
+def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, own: RankReport) -> LoadReport:
+    gathered = tuple(map(RankReport.from_json, ranks.gather_bytes("report", own.to_json())))
+    specs = [spec for spec in letter.load_plan.tensors if spec.same_as is None]
     alone = ranks.size == 1
     return LoadReport(
         origin=request.origin,
-        source_rank=ranks.source_global_rank,
+        source_rank=gathered[ranks.source_rank].rank,
         world_size=ranks.size,
         transport="none" if alone else "broadcast",
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
         tensors=len(specs),
-        tower_bytes=load_plan.size_bytes,
+        tower_bytes=letter.load_plan.size_bytes,
         dtypes=Counter(spec.dtype for spec in specs),
         seconds=dict(clock.seconds),
-        ranks=tuple(RankReport.from_json(raw) for raw in gathered),
+        ranks=gathered,
         **letter.facts,
     )

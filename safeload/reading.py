@@ -89,7 +89,7 @@ def freeze(fd: int) -> None:
     Args:
         fd: What `new_memory` returned, filled.
     """
-    import fcntl  # noqa: PLC0415  not on Windows, where nothing calls this
+    import fcntl
 
     fcntl.fcntl(fd, _F_ADD_SEALS, _LINUX_SEALS)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 __all__ = ["LoadReport", "MemoryMeter", "RankReport", "StageClock", "progress_bar", "pss_bytes"]
 
 _SAMPLE_S: Final = 0.05  # one reading of smaps_rollup costs about a millisecond
+_JOIN_S: Final = 5.0
 _MIB: Final = 1024**2
 _BAR_AFTER_S: Final = 1.0  # a load that is over by then shows no bar
 
@@ -59,11 +60,16 @@ class MemoryMeter:
         self._thread.start()
         return self
 
+    def stop(self) -> None:
+        """Stop the thread and take the last reading; again and again does no harm."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join(timeout=_JOIN_S)
+            self.after_bytes = self._sample()
+
     def __exit__(self, *exc: object) -> None:
-        """Stop the thread and take the last reading."""
-        self._stop.set()
-        self._thread.join(timeout=5)
-        self.after_bytes = self._sample()
+        """Stop."""
+        self.stop()
 
 
 class StageClock:

@@ -1,40 +1,38 @@
 """Repo id, folder or file -> the files that a load needs, by name.
 
 Receives what the caller wrote in place of `pretrained_model_name_or_path`; gives a `Checkpoint`: where the files are,
-what they are called, and which of them are weights. Only names are looked at here, no file of the checkpoint is opened,
-so nothing said here about a file can be outdated by the time `sealing` opens it. Which shards an index names is read
-later, from the sealed bytes of the index.
+what they are called, and which of them are weights. Weight files are not opened here, only named, so nothing said here
+can be outdated by the time `sealing` opens them. Which shards are loaded is read later, from the sealed index.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
 
+from safeload.choosing import ANY_NAME, CONFIG_NAMES, INDEX_PATTERNS, PICKLE_SUFFIXES, Choice, Wanted, choose_files
+from safeload.digests import Digest
 from safeload.errors import CheckpointError, SourceError, UnsafeFormatError
-from safeload.indexes import fold_name, is_plain_name
+from safeload.hubs import Repo, Snapshot, fetch, find_cached, is_commit, is_offline, is_repo_id, locate
+from safeload.indexes import MAX_JSON_BYTES, is_plain_name, parse_index
+from safeload.reading import open_regular
 
-__all__ = ["Checkpoint", "choose_files", "resolve"]
-
-CONFIG_NAMES: Final = ("config.json", "generation_config.json")  # all that from_pretrained of a model reads
-_STEMS: Final = ("model", "diffusion_pytorch_model")
-_ANY_NAME: Final = tuple(f"{stem}.safetensors" for stem in _STEMS)
-_PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
-_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+__all__ = ["Checkpoint", "require_known_weights", "resolve", "resolve_folder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What a load needs, by name; nothing has been opened yet.
+    """What a load needs, by name; no weight file has been opened yet.
 
     `folder` holds the files; `small` are the JSON (and, where allowed, Python) files; exactly one of `weights` and
     `index` is set. `load_as` are the names under which transformers and diffusers look for `weights` or `index`.
-    `origin` is what the caller wrote, `repo_id` and `commit` are set for a repository of the Hub. Names are relative
-    to `folder`, which is already the `subfolder`.
+    Names are relative to `folder`, which is already the `subfolder`. `origin` is what the caller wrote. `repo` and
+    `commit` are set for a repository of the Hub, `listing` to what the Hub says of the files when it was just asked.
     """
 
     origin: str
@@ -45,23 +43,20 @@ class Checkpoint:
     load_as: tuple[str, ...]
     subfolder: str = ""
     variant: str | None = None
-    repo_id: str | None = None
+    repo: Repo | None = None
     commit: str | None = None
+    listing: Mapping[str, Digest] | None = None
     pickled: bool = False
+
+    @property
+    def repo_id(self) -> str | None:
+        """The id of the repository, for a repository of the Hub."""
+        return self.repo.repo_id if self.repo else None
 
     @property
     def names(self) -> tuple[str, ...]:
         """All the names known before the index is read."""
         return (*self.small, *(name for name in (self.weights, self.index) if name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    small: tuple[str, ...]
-    weights: str | None
-    index: str | None
-    load_as: tuple[str, ...]
-    pickled: bool
 
 
 def resolve(
@@ -102,116 +97,96 @@ def resolve(
     origin = os.fspath(pretrained_model_name_or_path)
     if subfolder and not is_plain_name(subfolder):
         raise SourceError(f"subfolder={subfolder!r} is not a plain relative path.", path=origin)
+    wanted = Wanted(
+        subfolder=subfolder, variant=variant, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code
+    )
     local = Path(origin).expanduser()
     mode = _mode_of(local)
     if mode is not None and stat.S_ISDIR(mode):
-        folder = local / subfolder
-        choice = choose_files(
-            _list_names(folder, origin),
-            where=str(folder),
-            variant=variant,
-            allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )
-        return _checkpoint(choice, origin=origin, folder=folder, subfolder=subfolder, variant=variant)
+        return resolve_folder(local / subfolder, wanted, origin=origin)
     if mode is not None:
         return _resolve_file(local, origin=origin)
-    raise SourceError(f"{origin}: no such folder or file.", path=origin, looked_for=[str(local.absolute())])
+    if not is_repo_id(origin):
+        raise SourceError(f"{origin}: no such folder or file.", path=origin, looked_for=[str(local.absolute())])
+    repo = Repo(
+        repo_id=origin,
+        revision=revision,
+        cache_dir=Path(cache_dir) if cache_dir is not None else None,
+        token=token,
+        local_files_only=local_files_only,
+    )
+    return _resolve_repo(repo, wanted)
 
 
-def choose_files(
-    names: Iterable[str], *, where: str, variant: str | None, allow_pickle: bool, trust_remote_code: bool
-) -> _Choice:
-    """Choose, from the names in a folder, the ones that a load needs.
+def _resolve_repo(repo: Repo, wanted: Wanted) -> Checkpoint:
+    """Take one commit of a repository: from the cache alone if it may not or need not be asked for."""
+    if is_offline(repo):
+        snapshot = find_cached(repo)
+        return _in_snapshot(repo, snapshot, wanted)
+    if is_commit(repo.revision):
+        try:
+            cached = _in_snapshot(repo, find_cached(repo), wanted)
+        except SourceError:
+            pass  # not in the cache, or not all of it
+        else:
+            if "config.json" in cached.small and not _missing_shards(cached):
+                return cached
+    prefix = f"{wanted.subfolder}/" if wanted.subfolder else ""
+    patterns = [f"{glob.escape(prefix)}{name}" for name in (*CONFIG_NAMES, *INDEX_PATTERNS)]
+    snapshot = locate(repo, small=patterns + ([f"{glob.escape(prefix)}*.py"] if wanted.trust_remote_code else []))
+    if snapshot.listing is None:
+        return _in_snapshot(repo, snapshot, wanted)
+    listing = {name[len(prefix) :]: digest for name, digest in snapshot.listing.items() if name.startswith(prefix)}
+    choice = choose_files([name for name in listing if "/" not in name], wanted, where=f"{repo.repo_id}/{prefix}")
+    folder = snapshot.folder / wanted.subfolder
+    checkpoint = _checkpoint(choice, wanted, origin=repo.repo_id, folder=folder)
+    checkpoint = replace(checkpoint, repo=repo, commit=snapshot.commit, listing=MappingProxyType(listing))
+    fetch(repo, snapshot.commit, [f"{prefix}{name}" for name in _needed(checkpoint)])
+    return checkpoint
+
+
+def _in_snapshot(repo: Repo, snapshot: Snapshot, wanted: Wanted) -> Checkpoint:
+    checkpoint = resolve_folder(snapshot.folder / wanted.subfolder, wanted, origin=repo.repo_id)
+    return replace(checkpoint, repo=repo, commit=snapshot.commit)
+
+
+def _missing_shards(checkpoint: Checkpoint) -> list[str]:
+    return [name for name in _needed(checkpoint) if not (checkpoint.folder / name).exists()]
+
+
+def _needed(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """All files to have on disk. The index is only peeked at; its sealed bytes decide which shards are loaded."""
+    if checkpoint.index is None:
+        return checkpoint.names
+    file = open_regular(checkpoint.folder / checkpoint.index, name=checkpoint.index)
+    with open(file.fd, "rb") as stream:
+        index = parse_index(stream.read(MAX_JSON_BYTES + 1), path=str(file.path))
+    return (*checkpoint.names, *index.shards)
+
+
+def resolve_folder(folder: Path, wanted: Wanted, *, origin: str) -> Checkpoint:
+    """Choose the files of a local folder.
 
     Args:
-        names: All names directly in the folder.
-        where: The folder or repository, for messages.
-        variant: As in from_pretrained.
-        allow_pickle: Whether `.bin` files may be taken where there is nothing safer.
-        trust_remote_code: Whether Python files are taken too.
+        folder: The folder that holds the files.
+        wanted: How to choose.
+        origin: What the caller wrote.
 
     Returns:
-        The choice: small files, and the one weight file or index.
+        The checkpoint, by name.
 
     Raises:
-        SourceError: No weights, or more than one candidate; a name that differs only in case or Unicode form is said.
+        SourceError: No weights there, or more than one candidate.
         UnsafeFormatError: Only pickle files are there.
+
+    Ranks:
+        Source rank only.
     """
-    present = sorted(names)
-    small: list[str] = [name for name in CONFIG_NAMES if name in present]
-    if trust_remote_code:
-        small += [name for name in present if name.endswith(".py")]
-    candidates = _candidates(present, _STEMS, "safetensors", variant)
-    looked_for = [
-        _with_variant(f"{stem}.safetensors{tail}", variant) for stem in _STEMS for tail in ("", ".index.json")
-    ]
-    if not candidates and variant is None:
-        candidates = [(name, _ANY_NAME) for name in present if name.endswith(".safetensors")]
-        looked_for.append("one *.safetensors")
-    pickled = not candidates
-    if pickled and allow_pickle:
-        candidates = _candidates(present, _PICKLE_STEMS, "bin", variant)
-    if len(candidates) > 1:
-        raise SourceError(
-            f"{where}: ambiguous, there are {', '.join(name for name, _ in candidates)}: keep one, or give the path of "
-            "one file.",
-            path=where,
-            looked_for=looked_for,
-        )
-    if not candidates:
-        raise _nothing_found(present, where=where, looked_for=looked_for, variant=variant)
-    name, load_as = candidates[0]
-    is_index = name.endswith(".json")
-    return _Choice(
-        small=tuple(small),
-        weights=None if is_index else name,
-        index=name if is_index else None,
-        load_as=load_as,
-        pickled=pickled,
-    )
+    choice = choose_files(_list_names(folder, origin), wanted, where=str(folder))
+    return _checkpoint(choice, wanted, origin=origin, folder=folder)
 
 
-def _candidates(
-    present: list[str], stems: tuple[str, ...], suffix: str, variant: str | None
-) -> list[tuple[str, tuple[str, ...]]]:
-    found: list[tuple[str, tuple[str, ...]]] = []
-    for stem in stems:
-        single = _with_variant(f"{stem}.{suffix}", variant)
-        index = _with_variant(f"{stem}.{suffix}.index.json", variant)
-        old_index = f"{stem}.{variant}.{suffix}.index.json"  # what diffusers wrote before 0.29
-        found += [(name, (single,)) for name in (single,) if name in present]
-        found += [(name, (index,)) for name in dict.fromkeys((index, old_index)) if name in present]
-    return found
-
-
-def _with_variant(name: str, variant: str | None) -> str:
-    stem, _, suffix = name.rpartition(".")
-    return f"{stem}.{variant}.{suffix}" if variant else name
-
-
-def _nothing_found(present: list[str], *, where: str, looked_for: list[str], variant: str | None) -> SourceError:
-    pickles = [name for name in present if name.endswith((*_PICKLE_SUFFIXES, ".bin.index.json"))]
-    others = [name for name in present if name.endswith((".safetensors", ".safetensors.index.json"))]
-    near = [name for name in present for wanted in looked_for if fold_name(name) == fold_name(wanted)]
-    hint = f" There is {', '.join(map(ascii, near))}: names are compared byte for byte." if near else ""
-    if variant and others:
-        hint = f" variant={variant!r} was asked for; there are {', '.join(others[:5])}."
-    if pickles and not others and not near:
-        return UnsafeFormatError(
-            f"{where}: only pickle files ({', '.join(pickles[:5])}), which can run code when loaded. Convert them "
-            "once, where you trust them: load with torch.load(path, weights_only=True) and write with "
-            "safetensors.torch.save_file(state_dict, 'model.safetensors', metadata={'format': 'pt'}); or pass "
-            "allow_pickle=True to load them with weights_only=True.",
-            path=where,
-            looked_for=looked_for,
-        )
-    return SourceError(
-        f"{where}: no weights; looked for {', '.join(looked_for)}.{hint}", path=where, looked_for=looked_for
-    )
-
-
-def _checkpoint(choice: _Choice, *, origin: str, folder: Path, subfolder: str, variant: str | None) -> Checkpoint:
+def _checkpoint(choice: Choice, wanted: Wanted, *, origin: str, folder: Path) -> Checkpoint:
     return Checkpoint(
         origin=origin,
         folder=folder,
@@ -220,16 +195,16 @@ def _checkpoint(choice: _Choice, *, origin: str, folder: Path, subfolder: str, v
         index=choice.index,
         load_as=choice.load_as,
         pickled=choice.pickled,
-        subfolder=subfolder,
-        variant=variant,
+        subfolder=wanted.subfolder,
+        variant=wanted.variant,
     )
 
 
 def _resolve_file(path: Path, *, origin: str) -> Checkpoint:
     if path.suffix != ".safetensors":
-        kind = UnsafeFormatError if path.name.endswith(_PICKLE_SUFFIXES) else SourceError
+        kind = UnsafeFormatError if path.name.endswith(PICKLE_SUFFIXES) else SourceError
         raise kind(f"{origin}: not a .safetensors file; expected a folder or a .safetensors file.", path=origin)
-    return Checkpoint(origin=origin, folder=path.parent, small=(), weights=path.name, index=None, load_as=_ANY_NAME)
+    return Checkpoint(origin=origin, folder=path.parent, small=(), weights=path.name, index=None, load_as=ANY_NAME)
 
 
 def _mode_of(path: Path) -> int | None:

@@ -10,24 +10,23 @@ unmodified loader as a link to `/proc/self/fd/N`. Elsewhere they go into a priva
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Final, Literal
 
+from safeload.digests import Manifest, digest_of_all, require_covered
 from safeload.errors import IntegrityError, SourceError
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
 from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular
 from safeload.resolving import Checkpoint, require_known_weights
-from safeload.verifying import Manifest
 
 __all__ = ["OnBytes", "SealedCheckpoint", "SealedFile", "open_folder", "seal"]
 
@@ -41,15 +40,19 @@ class SealedFile:
     """One file of the checkpoint in memory that nobody can change.
 
     `fd` is owned by the `SealedCheckpoint` and closed with it; a mapping made before stays valid. `link` is where the
-    folder's entry pointed, when it was a symbolic link. `git_sha1` is set where the manifest asked for it.
+    folder's entry pointed, when it was a symbolic link. `digests` are by algorithm, "git-sha1" where it was asked for.
     """
 
     name: str
     fd: int
     size_bytes: int
-    sha256: str
-    git_sha1: str | None = None
+    digests: Mapping[str, str]
     link: str | None = None
+
+    @property
+    def sha256(self) -> str:
+        """The sha256 of the bytes, in hexadecimal."""
+        return self.digests["sha256"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class SealedCheckpoint:
     def weight_files(self) -> tuple[SealedFile, ...]:
         """The files that hold tensors, in the order of the index."""
         names = self.index.shards if self.index else (self.checkpoint.weights,)
-        return tuple(file for file in self.files if file.name in names)
+        return tuple(self.file(str(name)) for name in names)
 
     @property
     def weight_names(self) -> tuple[str, ...]:
@@ -85,8 +88,12 @@ class SealedCheckpoint:
     @property
     def digest(self) -> str:
         """One sha256 for the whole: over the sorted lines `sha256  name` of its files, as `sha256sum` prints them."""
-        lines = sorted(f"{file.sha256}  {file.name}\n" for file in self.files)
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return digest_of_all({file.name: file.sha256 for file in self.files})
+
+    @property
+    def digests(self) -> Mapping[str, Mapping[str, str]]:
+        """The digests of what was read, by name and then by algorithm, for `verify`."""
+        return {file.name: file.digests for file in self.files}
 
     def file(self, name: str) -> SealedFile:
         """Return the file of this name; `KeyError` when it is not part of the load."""
@@ -165,6 +172,7 @@ def seal(
         if "config.json" in first.names:
             require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
         index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
+        require_covered(manifest, index.shards if index else ())
         shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
         weights = source.read_all(shards, copies=copies, on_bytes=on_bytes)
         return SealedCheckpoint(checkpoint=checkpoint, files=(*small, *weights), index=index, owner=owner.pop_all())
@@ -269,8 +277,7 @@ class _Source:
             name=file.name,
             fd=file.fd if target_fd is None else target_fd,
             size_bytes=file.size_bytes,
-            sha256=digests["sha256"],
-            git_sha1=digests.get("git-sha1"),
+            digests=MappingProxyType(digests),
             link=file.link,
         )
 

@@ -1,44 +1,216 @@
-"""Where expected digests come from, and the comparison with what was read.
+"""Where expected digests come from, best first, and the comparison with what was read.
 
-Receives a `Checkpoint` and gives the `Manifest` to hold it to; later receives the digests of the bytes that were sealed
-and gives a `Verification`, or an error that names the file.
+Receives a `Checkpoint` and gives the `Manifest` to hold it to: `pinned` by the caller, `hub` as the Hub says now,
+`cache` and `local` as the Hub said at the download, or `none`. Later receives the digests of the sealed bytes and gives
+a `Verification`, or an error that names the files. `none` is said aloud, once, or refused by `verify="strict"`.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["Digest", "Manifest", "Provenance", "Verification"]
+from safeload.caching import Kept, read_cache, read_local_dir
+from safeload.digests import Digest, Manifest, Provenance, Verification, digest_of_all, require_covered
+from safeload.errors import IntegrityError, UnverifiedError
+from safeload.hubs import is_offline, list_digests
+from safeload.pinning import ManifestLike, pin
+from safeload.resolving import Checkpoint
 
-Provenance = Literal["pinned", "hub", "cache", "local", "none"]
+__all__ = [
+    "Digest",
+    "Manifest",
+    "ManifestLike",
+    "Provenance",
+    "UnverifiedWarning",
+    "Verification",
+    "VerifyMode",
+    "expect",
+    "verify",
+]
+
+VerifyMode = Literal["auto", "strict", "off"]
+
+_HOW_TO_LOCK = (
+    'Make a lock once, where you trust the files: "safeload lock {origin}", and pass manifest= or keep it beside them.'
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Digest:
-    """The expected digest of one file: `algorithm` "sha256" or "git-sha1", `hex` in lower case, size when known."""
-
-    algorithm: str
-    hex: str
-    size_bytes: int | None = None
+class UnverifiedWarning(UserWarning):
+    """Files were loaded for which there was no expected digest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What the files should be: `provenance` says who vouches, `source` where that was read, `entries` by name."""
+def expect(
+    checkpoint: Checkpoint,
+    *,
+    verify: VerifyMode = "auto",
+    manifest: ManifestLike | None = None,
+    manifest_sha256: str | None = None,
+) -> Manifest:
+    """Find the best expected digests there are for a checkpoint.
 
-    provenance: Provenance
-    source: str
-    entries: Mapping[str, Digest]
+    Args:
+        checkpoint: What will be loaded.
+        verify: "strict" refuses when there are none; "off" looks for none.
+        manifest: The path of a lock in the format of `sha256sum`, or sha256 by name. Otherwise `SHA256SUMS` beside the
+            files is taken when it is there.
+        manifest_sha256: The sha256 that the lock itself must have.
+
+    Returns:
+        The manifest; its provenance is "none" when nobody vouches for the files.
+
+    Raises:
+        SourceError: The lock is not there, or names files that are not there.
+        CheckpointError: The lock is malformed.
+        IntegrityError: The lock is not the pinned one or is of another commit, or a needed file is in no manifest.
+        UnverifiedError: "strict" and there is no expected digest.
+
+    Ranks:
+        Source rank only.
+    """
+    if verify == "off":
+        return Manifest(provenance="none", source="nothing (verify='off')", folder=checkpoint.folder)
+    found = (
+        pin(checkpoint, manifest, manifest_sha256)
+        or _from_hub(checkpoint)
+        or _kept(checkpoint, "cache", read_cache(checkpoint.folder))
+        or _ask_hub(checkpoint)
+        or _kept(checkpoint, "local", _read_local(checkpoint))
+        or Manifest(provenance="none", source="nothing", folder=checkpoint.folder)
+    )
+    require_covered(found, checkpoint.names)
+    if verify == "strict" and not found.entries:
+        raise _unverified(checkpoint.origin, checkpoint.names)
+    return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The outcome: every file of the load that was `checked`, against whom, and the digest of the whole."""
+def verify(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], *, mode: VerifyMode = "auto") -> Verification:
+    """Hold the digests of what was read to a manifest.
 
-    provenance: Provenance
-    source: str
-    checked: tuple[str, ...]
-    unchecked: tuple[str, ...]
-    digest: str
+    Args:
+        manifest: What they should be.
+        digests: By name, then by algorithm, in hexadecimal: `SealedCheckpoint.digests`.
+        mode: "strict" refuses files without an expected digest; "auto" warns.
+
+    Returns:
+        What was compared, and against whom.
+
+    Raises:
+        IntegrityError: A digest differs, all of those that do are listed; or a file is not in the manifest.
+        UnverifiedError: "strict" and there is no expected digest.
+
+    Ranks:
+        Source rank only.
+    """
+    require_covered(manifest, digests)
+    wrong = [
+        name for name in digests if name in manifest.entries and not _agrees(manifest.entries[name], digests[name])
+    ]
+    if wrong:
+        raise _differs(manifest, digests, wrong)
+    unchecked = tuple(name for name in digests if name not in manifest.entries)
+    if unchecked and mode == "strict":
+        raise _unverified(str(manifest.folder), unchecked)
+    if unchecked and mode == "auto":
+        text = f"{manifest.folder}: no expected digest for {', '.join(unchecked)}: loaded as they are. "
+        warnings.warn(text + _HOW_TO_LOCK.format(origin=manifest.folder), UnverifiedWarning, stacklevel=2)
+    checked = tuple(name for name in digests if name in manifest.entries)
+    return Verification(
+        provenance=manifest.provenance,
+        source=manifest.source,
+        checked=checked,
+        corruption_only=tuple(name for name in checked if manifest.entries[name].algorithm == "git-sha1"),
+        unchecked=unchecked,
+        digest=digest_of_all({name: algorithms["sha256"] for name, algorithms in digests.items()}),
+    )
+
+
+def _agrees(expected: Digest, actual: Mapping[str, str]) -> bool:
+    return actual.get(expected.algorithm) == expected.hex
+
+
+def _differs(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], wrong: list[str]) -> IntegrityError:
+    lines = []
+    for name in wrong:
+        expected = manifest.entries[name]
+        actual = digests[name].get(expected.algorithm)
+        path = manifest.folder / name
+        lines.append(f"{path}: {expected.algorithm} is {actual}, expected {expected.hex}.{_links_of(path)}")
+    again = "Delete the file named last and download it again"
+    if manifest.repo_id:
+        again += f": hf download --force-download --revision {manifest.commit} {manifest.repo_id} {' '.join(wrong)}"
+    first = manifest.entries[wrong[0]]
+    return IntegrityError(
+        f"{' '.join(lines)} Expected by {manifest.provenance}: {manifest.source}. {again}.",
+        path=str(manifest.folder / wrong[0]),
+        algorithm=first.algorithm,
+        expected=first.hex,
+        actual=digests[wrong[0]].get(first.algorithm),
+        provenance=manifest.provenance,
+    )
+
+
+def _links_of(path: Path) -> str:
+    """Say through which links the bytes are reached, a shared store's entry last: that is the one to delete."""
+    hops: list[str] = []
+    while path.is_symlink() and len(hops) < 8:  # noqa: PLR2004
+        path = path.parent / os.readlink(path)
+        hops.append(os.path.normpath(path))
+    return f" It is a link to {', then to '.join(hops)}." if hops else ""
+
+
+def _unverified(origin: str, names: tuple[str, ...]) -> UnverifiedError:
+    return UnverifiedError(
+        f"{origin}: verify='strict' and no expected digest for {', '.join(names)}. "
+        + _HOW_TO_LOCK.format(origin=origin),
+        path=origin,
+        provenance="none",
+    )
+
+
+def _from_hub(checkpoint: Checkpoint) -> Manifest | None:
+    if checkpoint.repo is None or not checkpoint.listing:
+        return None
+    return Manifest(
+        provenance="hub",
+        source=f"the Hub's listing of {checkpoint.repo_id} at {checkpoint.commit}",
+        folder=checkpoint.folder,
+        repo_id=checkpoint.repo_id,
+        commit=checkpoint.commit,
+        entries=checkpoint.listing,
+    )
+
+
+def _ask_hub(checkpoint: Checkpoint) -> Manifest | None:
+    """Ask now, where the files were in the cache and nothing there says what they should be."""
+    if checkpoint.repo is None or checkpoint.commit is None or is_offline(checkpoint.repo):
+        return None
+    prefix = f"{checkpoint.subfolder}/" if checkpoint.subfolder else ""
+    listing = list_digests(checkpoint.repo, checkpoint.commit)
+    below = {name.removeprefix(prefix): digest for name, digest in listing.items() if name.startswith(prefix)}
+    return _from_hub(replace(checkpoint, listing=MappingProxyType(below)))
+
+
+def _kept(checkpoint: Checkpoint, provenance: Provenance, kept: Kept | None) -> Manifest | None:
+    if kept is None:
+        return None
+    return Manifest(
+        provenance=provenance,
+        source=kept.source,
+        folder=checkpoint.folder,
+        repo_id=checkpoint.repo_id,
+        commit=checkpoint.commit or kept.commit,
+        entries=MappingProxyType(dict(kept.digests)),
+    )
+
+
+def _read_local(checkpoint: Checkpoint) -> Kept | None:
+    if checkpoint.subfolder:
+        root = Path(checkpoint.origin).expanduser()
+        return read_local_dir(root, below=checkpoint.subfolder) or read_local_dir(checkpoint.folder)
+    return read_local_dir(checkpoint.folder)

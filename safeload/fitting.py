@@ -1,4 +1,4 @@
-"""Judge what a class's own loader says of a checkpoint: what it would warn of is an error here.
+"""Check what a class's own loader says of a checkpoint: what it would warn of is an error here.
 
 Plain `from_pretrained` leaves a random tensor where the checkpoint has none, and drops what it does not know. For a
 frozen tower both mean that the wrong class or the wrong file was named.
@@ -16,7 +16,7 @@ from torch import nn
 
 from safeload.errors import CheckpointError
 
-__all__ = ["architectures", "judge"]
+__all__ = ["architectures", "check_fit"]
 
 _LISTED: Final = 20  # names in one message; the error's data fields hold all of them
 
@@ -28,7 +28,7 @@ def architectures(folder: Path) -> tuple[str, ...]:
     return tuple(map(str, stated)) if isinstance(stated, list) else ()
 
 
-def judge(
+def check_fit(
     module: nn.Module, info: Mapping[str, Any], ignore_unexpected: Sequence[str], origin: str, wrote: Sequence[str] = ()
 ) -> None:
     """Raise where the class's own loader left a tensor unfilled, or the checkpoint holds what nobody took.
@@ -64,8 +64,8 @@ def judge(
     if parts or errors:
         raise CheckpointError(
             f"{origin} does not fit {type(module).__name__}: {'; '.join(parts + errors)}. Nothing was loaded: a tensor "
-            "that the checkpoint does not fill would be random. Take the class that wrote the checkpoint, or switch off "
-            "the part that is not there (add_pooling_layer=False, say); allow left-over keys with "
+            "that the checkpoint does not fill would be random. Take the class that wrote the checkpoint, or switch "
+            "off the part that is not there (add_pooling_layer=False, say); allow left-over keys with "
             "ignore_unexpected=[regex]",
             path=origin,
             missing=missing,

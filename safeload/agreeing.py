@@ -1,0 +1,367 @@
+"""Agreement over the store: one call of a group, stage by stage, with one verdict a stage.
+
+Receives a store, this rank's place and what it has to say; gives the verdict of each stage, the same on every rank.
+Promises: no rank waits inside a collective for another's work; a failure anywhere becomes the verdict of the stage that
+everybody waits for; a rank that is lost or silent is named; a rank that comes late to a failed call finds its verdict
+and is in step for the next one; when the last rank has left, no key of the call is in the store.
+
+One rank, the judge, gathers the statements of a stage and writes the verdict; the cost is one key a rank and stage, not
+one for each pair. The verdict is written by compare-and-set, so that a judge that is late or lost can be overruled once,
+for everybody. Group rank 0 judges "join", where ranks may not yet agree on the source; after that the source does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from safeload import statements
+from safeload.errors import SafeLoadError
+from safeload.signalling import ControlLine, StoreLost, T, wait_for_keys
+from safeload.statements import Failure, failure_bytes, is_failure, payload_bytes
+from safeload.watching import Identity, Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Call", "Seat"]
+
+_GRACE_S: Final = 1.0  # from the first trouble to the verdict: lets the others say theirs, for one choice of the error
+_STUCK_GRACE_S: Final = 7.5  # a transfer broke off and nobody is known to be lost yet
+_MARGIN_S: Final = 2.0  # how much longer than the judge the others wait, so that its verdict comes first
+_LINGER_S: Final = 4.0  # how long a rank that leaves waits for the others to have read: its process may host the store
+
+Decide = Callable[[tuple[bytes, ...]], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """This process's place in a call."""
+
+    rank: int
+    global_ranks: tuple[int, ...]
+    identity: Identity
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.global_ranks)
+
+
+class Call:
+    """One call of a group over its store.
+
+    Args:
+        store: Under a prefix that belongs to this call alone.
+        seat: This process's place.
+        timeout: For the ranks to come, and again for all that follows.
+        remembered: Identities from the call before.
+
+    Ranks: every rank of the group, with the same sequence of stages.
+    """
+
+    def __init__(self, store: Store, seat: Seat, *, timeout: timedelta, remembered: dict[int, Identity]) -> None:
+        self.seat = seat
+        self._timeout_s = timeout.total_seconds()
+        self._judge = 0
+        self._index, self._stage = 0, "join"
+        self._waiting = True  # the caller's thread does the looking itself, in the slices of its wait
+        self._draining = False  # in lock-step collectives: only a lost rank may end the stage early
+        self._left = False
+        self._deadline = time.monotonic() + self._timeout_s
+        self._trouble_since: float | None = None
+        self._go_count = 0
+        self._gathered = 0  # the last stage that every rank is known to have come to
+        self._early: bytes | None = None
+        self._gone: Failure = {}
+        self.agreed: SafeLoadError | None = None  # the error that this call ended with, the same on every rank
+        self.watch = Watch(seat.rank, seat.identity, remembered)
+        self.watch.follow(range(seat.size) if seat.rank == 0 else [0])
+        self._line = ControlLine(store, self._tick)
+
+    # --- the stages ---
+
+    @property
+    def judges(self) -> bool:
+        """Whether this rank writes the verdicts."""
+        return self.seat.rank == self._judge
+
+    @property
+    def flagged(self) -> bool:
+        """Whether some rank is known to have failed in this stage. It may take a second to be known."""
+        return self._early is not None or self._trouble_since is not None
+
+    def enter(self) -> None:
+        """Make this rank known to the others."""
+        self._ask(self.watch.enter)
+
+    def follow_source(self, source_rank: int, *, neighbour: int | None) -> None:
+        """Make the source the judge, once every rank is there, and start the clock again."""
+        self._judge = source_rank
+        self.watch.follow(range(self.seat.size) if self.judges else [source_rank], neighbour=neighbour)
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def begin(self, stage: str, *, draining: bool = False) -> None:
+        """Begin a stage: from here on, what goes wrong elsewhere is noticed behind the caller's work."""
+        self._stage, self._go_count = stage, 0
+        self._draining, self._waiting = draining, False
+
+    def gather(
+        self, statement: bytes, decide: Decide, cause: BaseException | None = None, *, stuck: bool = False
+    ) -> bytes:
+        """End the stage: every rank states, the judge decides, every rank gets the verdict.
+
+        Args:
+            statement: This rank's, from `payload_bytes` or `failure_bytes`.
+            decide: On the judge: from all payloads, in rank order, to the payload of the verdict. May raise our errors.
+            cause: This rank's own exception.
+            stuck: This rank failed inside of a collective, so that the others may be stuck there.
+
+        Raises:
+            SafeLoadError: The verdict is a failure.
+        """
+        self._waiting, self._draining = True, False
+        self._state(statement, stuck=stuck)
+        payload = self._conclude(functools.partial(self._collect, decide), cause)
+        if self.judges:
+            self._ask(functools.partial(self._sweep, first=self._gathered, last=self._index - 1))
+        self._gathered = self._index - 1
+        return payload
+
+    def announce(self, statement: bytes | None, cause: BaseException | None = None) -> bytes:
+        """End the stage by the judge's statement alone; the others only wait for it.
+
+        Args:
+            statement: On the judge: its statement. None on the others.
+            cause: This rank's own exception.
+
+        Raises:
+            SafeLoadError: The verdict is a failure.
+        """
+        self._waiting = True
+        return self._conclude(lambda: statement, cause)
+
+    def check(self) -> None:
+        """Raise if the stage is known to have failed elsewhere; costs nothing. For long work and for polling loops.
+
+        Raises:
+            SafeLoadError: The stage has failed.
+        """
+        if self._early is not None:
+            raise self._failed(self._early, None)
+
+    def go(self, *, stop: bool = False) -> None:
+        """On the judge: let the others into the next collectives of this stage, or tell them that none will follow."""
+        key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
+        self._ask(lambda store: store.set(key, b"-" if stop else b"+"))  # type: ignore[arg-type]
+
+    def wait_go(self) -> bool:
+        """On the others: wait for the judge's `go`; False when none will follow.
+
+        Raises:
+            SafeLoadError: The stage failed for good, or the judge is silent or lost.
+        """
+        key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
+        self._waiting = True
+        try:
+            while not self._ask(lambda store: wait_for_keys(store, [key])):
+                verdict = self._ask(self._look)
+                if verdict is not None:
+                    raise self._failed(verdict, None)
+            return self._ask(lambda store: store.get(key)) == b"+"
+        finally:
+            self._waiting = False
+
+    # --- one stage's end ---
+
+    def _conclude(self, collect: Callable[[], bytes | None], cause: BaseException | None) -> bytes:
+        verdict = self._early
+        if verdict is None:
+            proposed = collect() if self.judges else None
+            verdict = self._await_verdict() if proposed is None else self._publish(proposed)
+        if is_failure(verdict):
+            raise self._failed(verdict, cause)
+        self._index += 1
+        self._waiting = False
+        return statements.payload_of(verdict)
+
+    def _state(self, statement: bytes, *, stuck: bool = False) -> None:
+        def tell(store: Store) -> None:
+            store.set(f"s/{self._index}/{self.seat.rank}", statement)  # type: ignore[arg-type]
+            if is_failure(statement):
+                store.set("flag", "stuck" if stuck else "failed")
+
+        self._ask(tell)
+
+    def _collect(self, decide: Decide) -> bytes | None:
+        """Wait for every rank's statement; None when the call failed instead, and `_await_verdict` has the verdict."""
+        keys = [f"s/{self._index}/{rank}" for rank in range(self.seat.size)]
+        while not self._ask(lambda store: wait_for_keys(store, keys)):
+            if self._ask(self._look) is not None:
+                return None
+        stated = self._ask(lambda store: store.multi_get(keys))
+        failures = {rank: json.loads(raw[1:]) for rank, raw in enumerate(stated) if is_failure(raw)}
+        if failures:
+            return failure_bytes(statements.choose(failures, stage=self._stage))
+        try:
+            return payload_bytes(decide(tuple(statements.payload_of(raw) for raw in stated)))
+        except SafeLoadError as error:
+            return failure_bytes(statements.describe_failure(error, who=self.seat.identity, stage=self._stage))
+
+    def _await_verdict(self) -> bytes:
+        key = f"v/{self._index}"
+        while not self._ask(lambda store: wait_for_keys(store, [key])):
+            verdict = self._ask(self._look)
+            if verdict is not None:
+                return verdict
+        return self._ask(lambda store: store.get(key))
+
+    def _publish(self, proposed: bytes) -> bytes:
+        key = f"v/{self._index}"
+        # An empty expected value means "only if it is not there": whoever was first has said it for all.
+        return self._ask(lambda store: store.compare_set(key, "", proposed))  # type: ignore[arg-type]
+
+    def _failed(self, verdict: bytes, cause: BaseException | None) -> SafeLoadError:
+        self._gone = json.loads(verdict[1:])
+        self.agreed = statements.rebuild(self._gone, cause)
+        return self.agreed
+
+    # --- what goes on behind; runs on the control thread ---
+
+    def _tick(self, store: Store) -> None:
+        self.watch.look(store)
+        if self._waiting or self._left or self._early is not None:
+            return
+        verdict = self._look(store)
+        if verdict is not None and is_failure(verdict):
+            self._early = verdict
+
+    def _look(self, store: Store) -> bytes | None:
+        """Return the stage's verdict if there is one; write it if the stage has failed and it falls to this rank."""
+        key = f"v/{self._index}"
+        if store.check([key]):
+            return store.get(key)
+        failure = self._find_trouble(store)
+        if failure is None:
+            return None
+        return store.compare_set(key, "", failure_bytes(failure))  # type: ignore[arg-type]
+
+    def _find_trouble(self, store: Store) -> Failure | None:
+        now = time.monotonic()
+        flag = store.get("flag") if self.judges and store.check(["flag"]) else b""
+        if (self.watch.lost or flag) and self._trouble_since is None:
+            self._trouble_since = now
+        unexplained = flag == b"stuck" and not self.watch.lost  # the watch needs some seconds to find out who is lost
+        grace_s = _STUCK_GRACE_S if unexplained else _GRACE_S
+        grace_over = self._trouble_since is not None and now - self._trouble_since >= grace_s
+        if grace_over and (self.watch.lost or flag == b"stuck" or not self._draining):
+            return self._judge_trouble(store)
+        if now >= self._deadline + (0 if self.judges else _MARGIN_S):
+            return self._judge_silence(store)
+        return None
+
+    def _judge_trouble(self, store: Store) -> Failure:
+        failures = {}
+        for rank in range(self.seat.size):
+            key = f"s/{self._index}/{rank}"
+            if store.check([key]) and is_failure(raw := store.get(key)):
+                failures[rank] = json.loads(raw[1:])
+        lost = sorted(self.watch.lost)
+        if lost:  # explains the transfers that broke off
+            failures = {rank: failure for rank, failure in failures.items() if not failure.get("stuck")}
+        for rank in lost:
+            failures.setdefault(rank, self._peers({rank: self.watch.lost[rank]}))
+        if not failures:  # flagged in a later stage than this rank's: it will be found there
+            failures[self.seat.rank] = self._peers({self.seat.rank: "another rank failed outside of the stages"})
+        return statements.choose(failures, stage=self._stage) | {"lost": lost}
+
+    def _judge_silence(self, store: Store) -> Failure:
+        watched = range(self.seat.size) if self.judges else [self._judge]
+        absent = [rank for rank in watched if not store.check([f"s/{self._index}/{rank}"])]
+        busy = {rank: self.watch.describe(rank) if rank != self.seat.rank else "still at work" for rank in absent}
+        return self._peers(busy, late=True) | {"absent": absent}
+
+    def _peers(self, texts: Mapping[int, str], *, late: bool = False) -> Failure:
+        by_global = {self.seat.global_ranks[rank]: text for rank, text in texts.items()}
+        named = "; ".join(f"rank {rank} {text}" for rank, text in sorted(by_global.items()))
+        limit = f"within {self._timeout_s:g} s (the `timeout` of the call) " if late else ""
+        what = f"stage {self._stage!r} did not end {limit}on all {self.seat.size} ranks: {named}"
+        advice = "; every rank of the group must make the same calls in the same order" if late else ""
+        first = self.watch.known.get(min(texts, default=-1))
+        return statements.peers_failed(what + advice, by_global, stage=self._stage, host=first.host if first else None)
+
+    # --- the way out ---
+
+    def give_up(self, error: BaseException, *, wait: bool) -> SafeLoadError | None:
+        """Tell the others that this rank failed outside of a stage, and get the verdict that comes of it.
+
+        Args:
+            error: What happened here.
+            wait: Whether to wait for the verdict; if not, None is returned.
+        """
+        statement = failure_bytes(statements.describe_failure(error, who=self.seat.identity, stage=self._stage))
+        self._waiting = True
+        while True:
+            try:
+                self._state(statement)
+                if wait or self.judges:
+                    # A verdict of success is one that was announced without asking: state it again, for the next stage.
+                    self._conclude(lambda: statement, error)
+            except SafeLoadError as agreed:
+                return agreed
+            if not wait:
+                return None
+
+    def leave(self) -> None:
+        """Leave the call: wait shortly until the others have read the verdict; the last one out clears the store."""
+        self._left = True
+        with contextlib.suppress(StoreLost):
+            self._line.ask(functools.partial(self._say_goodbye))
+            until = time.monotonic() + _LINGER_S
+            while not self._line.ask(lambda store: wait_for_keys(store, ["all-bye"])) and time.monotonic() < until:
+                pass
+            self._line.ask(self._go)
+        self._line.close()
+
+    def _say_goodbye(self, store: Store) -> None:
+        here = self.seat.size - len(self._gone.get("lost", ())) - len(self._gone.get("absent", ()))
+        if store.add("bye", 1) >= here:
+            store.set("all-bye", "1")
+
+    def _go(self, store: Store) -> None:
+        for count in range(self._go_count + 1):
+            store.delete_key(f"go/{self._index}/{count}")
+        if store.add("gone", 1) == self.seat.size - len(self._gone.get("lost", ())):
+            self._clear(store)
+
+    def _clear(self, store: Store) -> None:
+        self._sweep(store, first=self._gathered, last=self._index)
+        keys = [f"{kind}/{rank}" for kind in ("id", "beat") for rank in range(self.seat.size)]
+        for key in [*keys, f"v/{self._index}", "bye", "all-bye", "gone", "flag"]:
+            store.delete_key(key)
+
+    def _sweep(self, store: Store, *, first: int, last: int) -> None:
+        """Delete the keys of these stages, but for the last one's verdict, which not every rank may have read."""
+        for index in range(first, last + 1):
+            for rank in range(self.seat.size):
+                store.delete_key(f"s/{index}/{rank}")
+            for count in range(self._go_count):
+                store.delete_key(f"go/{index}/{count}")
+            if index < last:
+                store.delete_key(f"v/{index}")
+
+    def _ask(self, operation: Callable[[Store], T]) -> T:
+        try:
+            return self._line.ask(operation)
+        except StoreLost as error:
+            texts = self.watch.find_ended() or {self._judge: "cut off, or its process has ended"}
+            failure = self._peers({rank: f"{text}; the store does not answer: {error}" for rank, text in texts.items()})
+            self._gone = failure | {"lost": list(range(self.seat.size))}
+            self.agreed = statements.rebuild(failure, error)
+            raise self.agreed from error

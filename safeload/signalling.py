@@ -1,0 +1,127 @@
+"""The control line: one thread that alone talks to the store, so that no caller is ever stuck in it.
+
+Receives a store and a tick; gives `ask(operation)`. The thread runs the operations one after another and the tick
+(heartbeats, looks at the peers) between them, also while the caller computes. A store whose host is cut off blocks
+for minutes inside one operation: the caller's wait is bounded here, and the thread, a daemon, is left to its fate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one from Python 3.11 on
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["ControlLine", "StoreLost", "wait_for_keys"]
+
+T = TypeVar("T")
+_TICK_S: Final = 0.5
+_SLICE: Final = timedelta(seconds=0.5)  # a FileStore rounds it up to 1 s
+_ANSWER_S: Final = 8.0  # a slice and a tick over thousands of ranks stay well below
+
+
+class StoreLost(Exception):  # noqa: N818 (a state, turned into PeerError by the caller)
+    """The store does not answer, or its host is gone."""
+
+
+class ControlLine:
+    """Runs store operations on a thread of its own.
+
+    Args:
+        store: The store, already under the prefix of this call.
+        tick: Called on the thread about every half second.
+    """
+
+    def __init__(self, store: Store, tick: Callable[[Store], None]) -> None:
+        self._store, self._tick = store, tick
+        self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._broken: Exception | None = None
+        self._stuck = False
+        self._thread = threading.Thread(target=self._serve, name="safeload-control", daemon=True)
+        self._thread.start()
+
+    def ask(self, operation: Callable[[Store], T]) -> T:
+        """Run `operation(store)` on the thread and return its value.
+
+        Args:
+            operation: Must not block for more than about a second in a store that answers.
+
+        Raises:
+            StoreLost: The store did not answer in time, or its host is gone.
+        """
+        if self._broken is not None:
+            raise StoreLost(str(self._broken)) from self._broken
+        future: Future[T] = Future()
+        self._asked.put((operation, future))
+        try:
+            return future.result(timeout=_ANSWER_S)
+        except FutureTimeoutError as error:
+            self._stuck = True
+            self._broken = StoreLost(f"no answer within {_ANSWER_S:.0f} s")
+            raise self._broken from error
+
+    def close(self) -> None:
+        """End the thread; one that is stuck in a dead store is left behind as a daemon."""
+        self._asked.put(None)
+        if not self._stuck:
+            self._thread.join(timeout=_ANSWER_S)
+
+    def _serve(self) -> None:
+        due = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= due:
+                due = now + _TICK_S
+                self._guard_tick()
+            try:
+                asked = self._asked.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                continue
+            if asked is None:
+                return
+            _answer(self._store, *asked)
+
+    def _guard_tick(self) -> None:
+        if self._broken is None:
+            try:
+                self._tick(self._store)
+            except Exception as error:  # the next question gets the news
+                self._broken = error
+
+
+def _answer(store: Store, operation: Callable[[Store], T], future: Future[T]) -> None:
+    try:
+        future.set_result(operation(store))
+    except RuntimeError as error:
+        lost = StoreLost(str(error).split("\n", 1)[0])
+        lost.__cause__ = error
+        future.set_exception(lost)
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def wait_for_keys(store: Store, keys: list[str]) -> bool:
+    """Wait for keys for one short slice.
+
+    Args:
+        store: The store.
+        keys: All of them are waited for.
+
+    Returns:
+        Whether all are there.
+
+    Raises:
+        RuntimeError: The store's host is gone.
+    """
+    with contextlib.suppress(RuntimeError):  # stores differ in how they say "timeout"; a dead one fails in `check` too
+        store.wait(keys, _SLICE)
+        return True
+    return bool(store.check(keys))

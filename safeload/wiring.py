@@ -1,0 +1,132 @@
+"""Where a process group's members can meet outside of its collectives: the group's store.
+
+All private API of torch.distributed is in `private_store`. Where it has moved, `own_store` makes a store by public means:
+the group's first rank serves a TCPStore and its address goes out in one public collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+__all__ = ["call_store", "control_store", "device_types", "own_store", "private_store"]
+
+_ADDRESS_BYTES: Final = 256
+_own_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def call_store(group: ProcessGroup, global_ranks: tuple[int, ...], number: int, *, timeout: timedelta) -> Store:
+    """Return the members' store under a prefix that belongs to one call of one group alone.
+
+    Args:
+        group: The process group.
+        global_ranks: Its members.
+        number: How many calls this group has made before.
+        timeout: For making a store where the group's own can not be had.
+
+    Ranks: called on every rank of `group`, in the same order.
+    """
+    import torch.distributed as dist
+
+    members = hashlib.sha256(repr(global_ranks).encode()).hexdigest()[:12]
+    return dist.PrefixStore(f"safeload/{members}/{number}", control_store(group, timeout=timeout))
+
+
+def control_store(group: ProcessGroup, *, timeout: timedelta) -> Store:
+    """Return the store that the members of `group` share.
+
+    Args:
+        group: The process group.
+        timeout: For making a store where the group's own can not be had.
+
+    Returns:
+        The group's own store, or one made for it, which lives as long as the group.
+
+    Ranks: called on every rank of `group`, in the same order.
+    """
+    store = private_store(group)
+    if store is not None:
+        return store
+    if group not in _own_stores:
+        _own_stores[group] = own_store(group, timeout=timeout)
+    made: Store = _own_stores[group]
+    return made
+
+
+def private_store(group: ProcessGroup) -> Store | None:
+    """Return the group's own store through torch's private accessor; None where that has moved."""
+    from torch.distributed import distributed_c10d
+
+    accessor = getattr(distributed_c10d, "_get_process_group_store", None)
+    try:
+        store: Store | None = accessor(group) if accessor is not None else None
+    except (AttributeError, KeyError, TypeError, IndexError):
+        return None
+    return store if hasattr(store, "compare_set") else None
+
+
+def own_store(group: ProcessGroup, *, timeout: timedelta) -> Store:
+    """Make a store for `group` by public means: its first rank serves, the address is broadcast.
+
+    Args:
+        group: The process group.
+        timeout: For connecting.
+
+    Returns:
+        A TCPStore.
+
+    Ranks: called on every rank of `group`, in the same order.
+    """
+    import torch.distributed as dist
+
+    serves = dist.get_rank(group) == 0
+    store: Any = None
+    address = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    if serves:
+        host = _own_address()
+        store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+        text = f"{host} {store.port}".encode()
+        address[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if "cpu" not in device_types(group):
+        address = address.to(device_types(group)[0])
+    dist.broadcast(address, src=dist.get_global_rank(group, 0), group=group)
+    if not serves:
+        host, port = bytes(address.cpu().tolist()).rstrip(b"\0").decode().split()
+        store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
+    made: Store = store
+    return made
+
+
+def _own_address() -> str:
+    """Return this host's address on the road to the job's master; loopback for a job on one host."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent, the kernel picks the road
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostbyname(socket.gethostname())
+
+
+def device_types(group: ProcessGroup) -> tuple[str, ...]:
+    """Return the types of device whose tensors `group` can broadcast, the cpu first.
+
+    Args:
+        group: The process group.
+    """
+    import torch.distributed as dist
+
+    # "cpu:gloo,cuda:nccl"; a group made for one backend lists that backend for each device type it serves.
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    found = {pair[0] for pair in pairs if len(pair) == 2 and pair[1] not in ("", "undefined")}  # noqa: PLR2004
+    return tuple(sorted(found, key=lambda name: (name != "cpu", name)))

@@ -1,0 +1,133 @@
+"""Nothing that surrounds the caller reaches a tower's constructor, and all of it is back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+import torch
+import transformers.modeling_utils
+from accelerate import init_empty_weights
+from safeload.ambient import clean_contexts, pristine
+from torch import nn
+
+CPU = torch.device("cpu")
+VERSION_5 = int(transformers.__version__.split(".")[0]) >= 5
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def no_ties():
+    from transformers.initialization import no_tie_weights
+
+    return no_tie_weights()
+
+
+AMBIENT = {
+    "meta device": lambda: torch.device("meta"),
+    "default device": lambda: default_device("meta"),
+    "default dtype": lambda: default_dtype(torch.float16),
+    "init_empty_weights": init_empty_weights,
+    "init_empty_weights with buffers": lambda: init_empty_weights(include_buffers=True),
+    "inference mode": torch.inference_mode,
+    "no_init_weights": lambda: (
+        __import__("transformers.initialization", fromlist=["_"]) if VERSION_5 else transformers.modeling_utils
+    ).no_init_weights(),
+}
+
+
+@pytest.mark.parametrize("name", AMBIENT)
+def test_a_constructor_inside_is_as_if_nothing_surrounded_it(name):
+    torch.manual_seed(0)
+    want = nn.Linear(4, 4)
+    with AMBIENT[name](), clean_contexts(device=CPU):
+        torch.manual_seed(0)
+        got = nn.Linear(4, 4)
+    assert got.weight.device == CPU
+    assert got.weight.dtype == torch.float32
+    assert not got.weight.is_inference()
+    assert torch.equal(got.weight, want.weight)
+
+
+@pytest.mark.parametrize("name", AMBIENT)
+def test_the_context_is_back_afterwards_also_after_an_error(name):
+    def probe():
+        return str(nn.Linear(2, 2).weight.device), torch.get_default_dtype(), torch.is_inference_mode_enabled()
+
+    with AMBIENT[name]():
+        before = probe()
+        with pytest.raises(ZeroDivisionError), clean_contexts(device=CPU):
+            raise ZeroDivisionError
+        assert probe() == before
+
+
+@pytest.mark.skipif(not VERSION_5, reason="transformers 4 has no no_tie_weights")
+def test_ties_are_made_inside_an_outer_models_init_context():
+    with no_ties():
+        patched = transformers.modeling_utils.PreTrainedModel.tie_weights
+        with clean_contexts(device=CPU):
+            inside = transformers.modeling_utils.PreTrainedModel.tie_weights
+        assert transformers.modeling_utils.PreTrainedModel.tie_weights is patched
+    assert inside is transformers.modeling_utils.PreTrainedModel.tie_weights
+    assert inside is not patched
+
+
+def test_the_fsdp_environment_is_off_inside_and_on_again(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "1")
+    with clean_contexts(device=CPU):
+        assert os.environ["ACCELERATE_USE_FSDP"] == "false"
+        assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "1"
+
+
+def test_an_environment_that_is_not_set_stays_so(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    with clean_contexts(device=CPU):
+        assert "ACCELERATE_USE_FSDP" not in os.environ
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
+def test_the_random_state_is_left_alone():
+    torch.manual_seed(3)
+    want = torch.rand(3)
+    torch.manual_seed(3)
+    with clean_contexts(device=CPU):
+        torch.rand(100)
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_pristine_keeps_what_it_cannot_find():
+    def mine():
+        """Do nothing."""
+
+    assert pristine(mine, module="nowhere", qualname="nothing") is mine
+
+
+def test_every_patched_function_is_still_where_it_is_looked_for():
+    """Fails loudly when torch or transformers move what `clean_contexts` restores."""
+    from safeload.ambient import _candidates
+
+    found = {qualname for _, _, qualname in _candidates()}
+    assert {"Module.register_parameter", "PreTrainedModel.tie_weights", "kaiming_uniform_"} <= found
+    for owner, name, qualname in _candidates():
+        assert vars(owner)[name].__qualname__ == qualname
