@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from safeload.errors import PrecisionError
-from safeload.ruling import Finding, PrecisionReport, Rule, TowerDtype, TrainingMode, judge, read_mode
 from safeload.optimizing import optimizer_findings
-from safeload.walking import ParameterRow, find, frozen_towers, is_lazy, parameter_rows
+from safeload.protecting import frozen_towers
+from safeload.ruling import Finding, PrecisionReport, Rule, TowerDtype, TrainingMode, judge, read_mode
+from safeload.walking import ParameterRow, find, is_lazy, parameter_rows
 from safeload.wrapping import wrap_findings, wrap_of
 
 __all__ = ["PrecisionWarning", "check_precision"]

@@ -33,6 +33,7 @@ __all__ = [
     "refresh_fully_sharded",
     "refusal",
     "reshard",
+    "whole_shapes",
 ]
 
 _DDP_NAMES: Final = (
@@ -132,7 +133,7 @@ def flat_units(model: nn.Module) -> list[FlatUnit]:
     """Return the FSDP1 wraps of a model that hold parameters; none without FSDP1."""
     if not torch.distributed.is_available():
         return []
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 - slow, and only there with distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     units = []
     for name, module in model.named_modules():
@@ -143,6 +144,17 @@ def flat_units(model: nn.Module) -> list[FlatUnit]:
         originals = handle.flat_param._params if handle._use_orig_params else [handle.flat_param]
         units.append(FlatUnit(name=name, handle=handle, flat=handle.flat_param, parameters=tuple(originals)))
     return units
+
+
+def whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
+    """Return, by id, the shape of each parameter that FSDP1 has cut, of which only a flat piece is here."""
+    shapes: dict[int, torch.Size] = {}
+    for unit in flat_units(model):
+        if unit.handle._use_orig_params:
+            shapes |= {id(each): shape for each, shape in zip(unit.parameters, unit.flat._shapes, strict=True)}
+        elif unit.handle.uses_sharded_strategy:
+            shapes[id(unit.flat)] = torch.Size([unit.flat._sharded_size.numel() * unit.handle.world_size])
+    return shapes
 
 
 def check_flat_units(units: Sequence[FlatUnit], narrow: set[int]) -> list[FlatUnit]:
@@ -161,7 +173,7 @@ def check_flat_units(units: Sequence[FlatUnit], narrow: set[int]) -> list[FlatUn
         where = f"FSDP1 wrap {unit.name or '(root)'}"
         if not all(parameter.requires_grad for parameter in unit.parameters):
             raise refusal(f"{where} holds frozen and trainable parameters in one flat tensor of one dtype", fix=before)
-        if any(parameter.grad is not None for parameter in (unit.flat, *unit.parameters)):
+        if any(parameter.grad is not None for parameter in unit.parameters):
             raise refusal(f"{where} holds gradients", fix="optimizer.zero_grad() first")
         if _is_gathered(unit.flat):
             raise refusal(f"{where} is gathered", fix="call it between two steps, not inside of one")
@@ -175,6 +187,7 @@ def _is_gathered(flat: Any) -> bool:
 
 def cast_flat_unit(unit: FlatUnit, dtype: torch.dtype) -> None:
     """Cast the flat tensor of an FSDP1 wrap; the Parameters that look into it stay and look into the new one."""
+    unit.flat.grad = None  # zero_grad() took the views into it away, which is how FSDP1 knows that it is spent
     unit.flat.data = unit.flat.data.to(dtype)
     if hasattr(unit.flat, "_local_shard"):
         unit.handle.init_flat_param_attributes()  # before the first forward FSDP1 calls it itself
@@ -202,7 +215,7 @@ def fully_sharded(model: nn.Module) -> list[Any]:
     if not torch.distributed.is_available():
         return []
     try:
-        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - slow, and only there with distributed
+        from torch.distributed.fsdp import FSDPModule
     except ImportError:
         return []
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -240,4 +253,15 @@ def refresh_fully_sharded(model: nn.Module) -> None:
         for group in _groups(module):
             for parameter in group.fsdp_params:
                 parameter.reset_sharded_param()
-            group._init_mp_dtypes()
+            if hasattr(group, "_orig_dtype"):  # it has run already
+                group._init_mp_dtypes()
+                for parameter in group.fsdp_params:
+                    _drop_gathered(parameter)
+
+
+def _drop_gathered(parameter: Any) -> None:
+    """Drop the buffer into which FSDP2 gathers a parameter, where it is of the dtype the parameter had before."""
+    dtype = parameter.param_dtype or parameter.orig_dtype
+    if any(gathered.dtype != dtype for gathered in parameter.all_gather_outputs):
+        parameter.all_gather_outputs = []
+        del parameter._unsharded_param

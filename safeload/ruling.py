@@ -111,8 +111,8 @@ class PrecisionReport:
 
 
 def _table(report: PrecisionReport) -> str:
-    from rich.console import Console  # noqa: PLC0415 - a table is only drawn when asked for
-    from rich.table import Table  # noqa: PLC0415
+    from rich.console import Console
+    from rich.table import Table
 
     table = Table(title=f"mixed precision {report.mixed_precision}, scaler {report.scaler}")
     for heading in ("", "where", "dtype", "elements", "what"):

@@ -5,17 +5,16 @@ Receives a model; gives rows, one a distinct parameter, and findings that speak 
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
-from safeload.ruling import Finding, Rule
 from safeload.rewrapping import reshard
+from safeload.ruling import Finding, Rule
 
-__all__ = ["ParameterRow", "find", "finding", "frozen_towers", "is_lazy", "parameter_rows"]
+__all__ = ["ParameterRow", "find", "finding", "is_lazy", "parameter_rows"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole component of a dotted name
 
@@ -42,15 +41,6 @@ class ParameterRow:
 def is_lazy(parameter: nn.Parameter) -> bool:
     """Return whether it belongs to a lazy module that has not run yet, so that it has no shape."""
     return bool(nn.parameter.is_lazy(parameter))
-
-
-def frozen_towers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the protected towers of a model by qualified name."""
-    try:
-        protecting = importlib.import_module("safeload.protecting")
-    except ModuleNotFoundError:
-        return {}
-    return dict(protecting.frozen_towers(model))
 
 
 def parameter_rows(model: nn.Module) -> list[ParameterRow]:
