@@ -6,8 +6,8 @@ everybody waits for; a rank that is lost or silent is named; a rank that comes l
 and is in step for the next one; when the last rank has left, no key of the call is in the store.
 
 One rank, the judge, gathers the statements of a stage and writes the verdict; the cost is one key a rank and stage, not
-one for each pair. The verdict is written by compare-and-set, so that a judge that is late or lost can be overruled once,
-for everybody. Group rank 0 judges "join", where ranks may not yet agree on the source; after that the source does.
+one for each pair. The verdict is written by compare-and-set, so that a judge that is late or lost can be overruled
+once, for everybody. Group rank 0 judges "join", where ranks may not yet agree on the source; after that the source does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from safeload import statements
 from safeload.errors import SafeLoadError
 from safeload.signalling import ControlLine, StoreLost, T, wait_for_keys
 from safeload.statements import Failure, failure_bytes, is_failure, payload_bytes
 from safeload.watching import Identity, Watch
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from safeload.wiring import Store
 
 __all__ = ["Call", "Seat"]
 
@@ -159,7 +157,7 @@ class Call:
     def go(self, *, stop: bool = False) -> None:
         """On the judge: let the others into the next collectives of this stage, or tell them that none will follow."""
         key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
-        self._ask(lambda store: store.set(key, b"-" if stop else b"+"))  # type: ignore[arg-type]
+        self._ask(lambda store: store.set(key, b"-" if stop else b"+"))
 
     def wait_go(self) -> bool:
         """On the others: wait for the judge's `go`; False when none will follow.
@@ -193,7 +191,7 @@ class Call:
 
     def _state(self, statement: bytes, *, stuck: bool = False) -> None:
         def tell(store: Store) -> None:
-            store.set(f"s/{self._index}/{self.seat.rank}", statement)  # type: ignore[arg-type]
+            store.set(f"s/{self._index}/{self.seat.rank}", statement)
             if is_failure(statement):
                 store.set("flag", "stuck" if stuck else "failed")
 
@@ -225,7 +223,7 @@ class Call:
     def _publish(self, proposed: bytes) -> bytes:
         key = f"v/{self._index}"
         # An empty expected value means "only if it is not there": whoever was first has said it for all.
-        return self._ask(lambda store: store.compare_set(key, "", proposed))  # type: ignore[arg-type]
+        return self._ask(lambda store: store.compare_set(key, "", proposed))
 
     def _failed(self, verdict: bytes, cause: BaseException | None) -> SafeLoadError:
         self._gone = json.loads(verdict[1:])
@@ -250,7 +248,7 @@ class Call:
         failure = self._find_trouble(store)
         if failure is None:
             return None
-        return store.compare_set(key, "", failure_bytes(failure))  # type: ignore[arg-type]
+        return store.compare_set(key, "", failure_bytes(failure))
 
     def _find_trouble(self, store: Store) -> Failure | None:
         now = time.monotonic()

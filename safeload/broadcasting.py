@@ -134,9 +134,7 @@ def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
         to.copy_(of)
 
 
-def _wire(
-    bucket: tuple[Piece, ...], memory: tuple[torch.Tensor, ...] | None, device: torch.device
-) -> torch.Tensor:
+def _wire(bucket: tuple[Piece, ...], memory: tuple[torch.Tensor, ...] | None, device: torch.device) -> torch.Tensor:
     """Return what the collective works on: the final memory itself for a single slice there, else a staging bucket."""
     if len(bucket) == 1 and memory is not None and memory[bucket[0].segment].device == device:
         return _slice(memory, bucket[0])

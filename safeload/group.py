@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from safeload import statements, wiring
 from safeload.agreeing import Call, Seat
@@ -73,8 +74,6 @@ def join_group(
 
     Ranks: called on every rank of `group`, in the same order.
     """
-    import torch.distributed as dist
-
     if not (dist.is_available() and dist.is_initialized()):
         _warn_if_alone()
         return Group()
@@ -100,8 +99,6 @@ def _warn_if_alone() -> None:
 
 
 def _resolve(group: Any) -> ProcessGroup:
-    import torch.distributed as dist
-
     if group is None:
         return dist.group.WORLD  # type: ignore[return-value]  # set, since the default group is initialised
     if hasattr(group, "get_group") and hasattr(group, "ndim"):
@@ -283,7 +280,12 @@ class Group:
 
         Ranks: called on every rank of the group.
         """
-        self.agree(stage, lambda: [take(index, fill(index)) for index in range(len(sizes_bytes))])
+
+        def run() -> None:
+            for index in range(len(sizes_bytes)):
+                take(index, fill(index))
+
+        self.agree(stage, run)
 
 
 class _StuckError(Exception):
@@ -294,8 +296,6 @@ class _RankGroup(Group):
     """Several ranks of one process group."""
 
     def __init__(self, group: ProcessGroup, *, source_rank: int, timeout: timedelta) -> None:
-        import torch.distributed as dist
-
         super().__init__(global_rank=dist.get_rank())
         self._group, self._timeout = group, timeout
         self.rank, self.size, self.source_rank = dist.get_rank(group), dist.get_world_size(group), source_rank
@@ -443,13 +443,9 @@ class _RankGroup(Group):
             raise self._blame(error) from error.__cause__
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        import torch.distributed as dist
-
         self._point_to_point(lambda: dist.isend(tensor, self._seat.global_ranks[to_rank], group=self._group))
 
     def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
-        import torch.distributed as dist
-
         self._point_to_point(lambda: dist.irecv(tensor, self._seat.global_ranks[from_rank], group=self._group))
 
     def _point_to_point(self, begin: Callable[[], Work | None]) -> None:
@@ -459,8 +455,6 @@ class _RankGroup(Group):
             raise self._blame(error) from error.__cause__
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        import torch.distributed as dist
-
         source = self._seat.global_ranks[self.source_rank]
         self._complete(lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True))
 

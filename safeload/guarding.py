@@ -162,7 +162,7 @@ def _brings_the_same(kept: Kept | None, value: Any) -> bool:
 
 
 def _protect_again(twin: nn.Module, name: str, origin: str, fingerprints: dict[str, str], report: Any) -> nn.Module:
-    from safeload.protecting import protect  # noqa: PLC0415 - the way back up, for copies and unpickled towers only
+    from safeload.protecting import protect
 
     protect(twin, name=name, origin=origin, fingerprints=fingerprints)
     record_of(twin).report = report

@@ -89,7 +89,7 @@ def is_offline(repo: Repo) -> bool:
     Returns:
         Whether to stay off the network.
     """
-    from huggingface_hub import constants  # noqa: PLC0415  half a second to import, local folders do without
+    from huggingface_hub import constants
 
     return repo.local_files_only or bool(constants.HF_HUB_OFFLINE)
 
@@ -178,7 +178,7 @@ def list_digests(repo: Repo, commit: str) -> dict[str, Digest]:
     Raises:
         SourceError: The Hub does not answer.
     """
-    from huggingface_hub import HfApi  # noqa: PLC0415
+    from huggingface_hub import HfApi
 
     digests: dict[str, Digest] = {}
     with _translated(repo):
@@ -193,7 +193,7 @@ def list_digests(repo: Repo, commit: str) -> dict[str, Digest]:
 
 
 def _download(repo: Repo, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
 
     return Path(
         snapshot_download(
@@ -207,7 +207,7 @@ def _download(repo: Repo, patterns: Sequence[str]) -> Path:
 
 
 def _storage(repo: Repo) -> Path:
-    from huggingface_hub import constants  # noqa: PLC0415
+    from huggingface_hub import constants
 
     cache = Path(repo.cache_dir or constants.HF_HUB_CACHE).expanduser()
     return cache / f"models--{repo.repo_id.replace('/', '--')}"

@@ -34,7 +34,7 @@ def _registry_key() -> tuple[str, type]:
     `torch.distributed._composable.contract` is private: a test fails loudly when it moves. Without it the public road
     (`ignored_modules`, `ignored_parameters`) remains.
     """
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem  # noqa: PLC0415 - private, kept in one place
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     return REGISTRY_KEY, RegistryItem
 

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the builtin one from Python 3.11 on
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from safeload.wiring import Store
 
 __all__ = ["ControlLine", "StoreLost", "wait_for_keys"]
 
@@ -28,7 +27,7 @@ _SLICE: Final = timedelta(seconds=0.5)  # a FileStore rounds it up to 1 s
 _ANSWER_S: Final = 8.0  # a slice and a tick over thousands of ranks stay well below
 
 
-class StoreLost(Exception):  # noqa: N818 (a state, turned into PeerError by the caller)
+class StoreLost(Exception):
     """The store does not answer, or its host is gone."""
 
 

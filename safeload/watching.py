@@ -19,10 +19,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from safeload.wiring import Store
 
 __all__ = ["Identity", "Watch", "identify", "process_state"]
 
@@ -148,7 +147,7 @@ class Watch:
     def enter(self, store: Store) -> None:
         """Make this rank known. The first beat comes before the identity: who is known has beaten."""
         store.add(f"beat/{self._rank}", 1)
-        store.set(f"id/{self._rank}", self._identity.to_bytes())  # type: ignore[arg-type]  # bytes are fine
+        store.set(f"id/{self._rank}", self._identity.to_bytes())
 
     def look(self, store: Store) -> None:
         """Beat if due, and look at everybody who is watched; what is found is in `known` and `lost`."""

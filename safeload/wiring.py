@@ -1,7 +1,7 @@
 """Where a process group's members can meet outside of its collectives: the group's store.
 
-All private API of torch.distributed is in `private_store`. Where it has moved, `own_store` makes a store by public means:
-the group's first rank serves a TCPStore and its address goes out in one public collective.
+All private API of torch.distributed is in `private_store`. Where it has moved, `own_store` makes a store by public
+means: the group's first rank serves a TCPStore and its address goes out in one public collective.
 """
 
 from __future__ import annotations
@@ -11,14 +11,29 @@ import os
 import socket
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
 
-__all__ = ["call_store", "control_store", "device_types", "own_store", "private_store"]
+__all__ = ["Store", "call_store", "control_store", "device_types", "own_store", "private_store"]
+
+
+class Store(Protocol):
+    """What we use of torch's stores (whose types torch does not export)."""
+
+    def set(self, key: str, value: str | bytes) -> None: ...  # noqa: D102
+    def get(self, key: str) -> bytes: ...  # noqa: D102
+    def add(self, key: str, value: int) -> int: ...  # noqa: D102
+    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...  # noqa: D102
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...  # noqa: D102
+    def compare_set(self, key: str, expected_value: str, desired_value: str | bytes) -> bytes: ...  # noqa: D102
+    def delete_key(self, key: str) -> bool: ...  # noqa: D102
+
 
 _ADDRESS_BYTES: Final = 256
 _own_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -35,10 +50,9 @@ def call_store(group: ProcessGroup, global_ranks: tuple[int, ...], number: int, 
 
     Ranks: called on every rank of `group`, in the same order.
     """
-    import torch.distributed as dist
-
     members = hashlib.sha256(repr(global_ranks).encode()).hexdigest()[:12]
-    return dist.PrefixStore(f"safeload/{members}/{number}", control_store(group, timeout=timeout))
+    prefixed: Any = vars(dist)["PrefixStore"]
+    return cast(Store, prefixed(f"safeload/{members}/{number}", control_store(group, timeout=timeout)))
 
 
 def control_store(group: ProcessGroup, *, timeout: timedelta) -> Store:
@@ -58,15 +72,12 @@ def control_store(group: ProcessGroup, *, timeout: timedelta) -> Store:
         return store
     if group not in _own_stores:
         _own_stores[group] = own_store(group, timeout=timeout)
-    made: Store = _own_stores[group]
-    return made
+    return cast(Store, _own_stores[group])
 
 
 def private_store(group: ProcessGroup) -> Store | None:
     """Return the group's own store through torch's private accessor; None where that has moved."""
-    from torch.distributed import distributed_c10d
-
-    accessor = getattr(distributed_c10d, "_get_process_group_store", None)
+    accessor = getattr(dist.distributed_c10d, "_get_process_group_store", None)
     try:
         store: Store | None = accessor(group) if accessor is not None else None
     except (AttributeError, KeyError, TypeError, IndexError):
@@ -86,14 +97,13 @@ def own_store(group: ProcessGroup, *, timeout: timedelta) -> Store:
 
     Ranks: called on every rank of `group`, in the same order.
     """
-    import torch.distributed as dist
-
+    tcp_store: Any = vars(dist)["TCPStore"]
     serves = dist.get_rank(group) == 0
     store: Any = None
     address = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
     if serves:
         host = _own_address()
-        store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+        store = tcp_store(host, 0, None, True, timeout, wait_for_workers=False)
         text = f"{host} {store.port}".encode()
         address[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     if "cpu" not in device_types(group):
@@ -101,9 +111,8 @@ def own_store(group: ProcessGroup, *, timeout: timedelta) -> Store:
     dist.broadcast(address, src=dist.get_global_rank(group, 0), group=group)
     if not serves:
         host, port = bytes(address.cpu().tolist()).rstrip(b"\0").decode().split()
-        store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-    made: Store = store
-    return made
+        store = tcp_store(host, int(port), None, False, timeout, wait_for_workers=False)
+    return cast(Store, store)
 
 
 def _own_address() -> str:
@@ -124,8 +133,6 @@ def device_types(group: ProcessGroup) -> tuple[str, ...]:
     Args:
         group: The process group.
     """
-    import torch.distributed as dist
-
     # "cpu:gloo,cuda:nccl"; a group made for one backend lists that backend for each device type it serves.
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     found = {pair[0] for pair in pairs if len(pair) == 2 and pair[1] not in ("", "undefined")}  # noqa: PLR2004

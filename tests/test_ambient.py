@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers.modeling_utils
 from accelerate import init_empty_weights
-from safeload.ambient import clean_contexts, pristine
 from torch import nn
+
+from safeload.ambient import clean_contexts, pristine
 
 CPU = torch.device("cpu")
 VERSION_5 = int(transformers.__version__.split(".")[0]) >= 5

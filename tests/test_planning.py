@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from torch import nn
+
 from safeload.errors import CheckpointError
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, named_tensors, plan, segment_views
-from torch import nn
 
 CPU = torch.device("cpu")
 
