@@ -96,7 +96,7 @@ def safe_from_pretrained(
     progress: bool | None = None,
     ignore_unexpected: Sequence[str] = (),
     **model_kwargs: Any,
-) -> Any:
+) -> nn.Module:
     """Load a frozen tower on every rank: read once, verified, sent to all, and protected from the training stack.
 
     Replaces `model_class.from_pretrained(path)`, also inside an outer model's `__init__`:
@@ -151,7 +151,7 @@ def safe_from_pretrained(
     """
     request = Request(
         model_class=model_class,
-        origin=os.fspath(pretrained_model_name_or_path),
+        path=pretrained_model_name_or_path,
         config=config,
         dtype=dtype,
         device=device,
@@ -330,11 +330,12 @@ def _code_folder(recipe: Recipe) -> Iterator[Path | None]:
 def _device(device: torch.device | str | int | None) -> torch.device:
     """Return the device that the tower lives on; None is the current accelerator if there is one, else the cpu."""
     if device is None:
-        if not torch.accelerator.is_available():
-            return _CPU
-        current = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device(current.type if current else "cpu", torch.accelerator.current_device_index())
-    found = torch.device(device)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = _CPU if accelerator is None else accelerator
+    try:
+        found = torch.empty(0, device=device).device  # with its index, and only if it is there
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise SafeLoadError(f"device={device!r} cannot be used on this rank: {error}") from error
     if found.type == "meta":
         raise SafeLoadError("device='meta': a frozen tower has real weights on every rank; expected a real device")
     return found

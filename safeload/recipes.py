@@ -157,6 +157,8 @@ def _transformers_config(model_class: Any, recipe: Recipe, config: Any, folder: 
     else:
         kind = type(AutoConfig.for_model(recipe.model_type))
     finished = kind.from_dict(dict(recipe.config or {}))
+    if folder is not None:
+        finished.name_or_path = str(folder)  # where an Auto class looks for the code: this rank's verified copy of it
     for name, part in _config_parts(
         finished
     ).items():  # the whole comes first: newer versions set the parts along with it

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 
-from safeload.errors import SafeLoadError
+from safeload.errors import SafeLoadError, SourceError
 from safeload.families import family
 
 __all__ = ["Request", "floating_dtype"]
@@ -44,7 +45,7 @@ class Request:
     """What the caller asked for; the arguments of `safe_from_pretrained`."""
 
     model_class: Callable[..., Any]
-    origin: str
+    path: Any
     config: Any
     dtype: torch.dtype | str | None
     device: torch.device | str | int | None
@@ -60,12 +61,22 @@ class Request:
     model_kwargs: Mapping[str, Any]
 
     @property
+    def origin(self) -> str:
+        """The path or repository, as the caller wrote it."""
+        return str(self.path)
+
+    @property
     def trust_remote_code(self) -> bool:
         """Whether the caller asked for the repository's own code by name."""
         return bool(self.model_kwargs.get("trust_remote_code"))
 
     def check(self) -> None:
         """Refuse what cannot be honoured, before anything is read."""
+        if not isinstance(self.path, str | os.PathLike) or not self.origin:
+            raise SourceError(
+                f"pretrained_model_name_or_path={self.path!r}: expected a folder, a .safetensors file, or the id of a "
+                "repository"
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SafeLoadError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(map(repr, choices))}")
@@ -82,7 +93,7 @@ class Request:
             "model_class": _name(self.model_class),
             "path": self.origin,
             "dtype": str(self.dtype),
-            "config": "None" if self.config is None else json.dumps(self.config.to_dict(), sort_keys=True, default=str),
+            "config": _stable(self.config),
             "kwargs": ", ".join(f"{name}={_stable(value)}" for name, value in sorted(self.model_kwargs.items())),
         }
         stated |= {name: str(self.where[name]) for name in ("revision", "subfolder", "variant")}
@@ -103,6 +114,8 @@ def _stable(value: Any) -> str:
         return "[" + ", ".join(map(_stable, value)) + "]"
     if value is None or isinstance(value, str | int | float | torch.dtype | torch.device):
         return repr(value)
+    if hasattr(value, "to_dict"):  # a configuration object
+        return json.dumps(value.to_dict(), sort_keys=True, default=str)
     return _name(type(value))
 
 
