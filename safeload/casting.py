@@ -1,8 +1,8 @@
 """The dtype at a tower's door: casts where they were asked for, a clear error where they were not.
 
 Receives a tower and puts a `Boundary` in front of its entry points (`forward`, and `encode` and the like). With
-`cast_inputs` floating inputs come in in the tower's dtype and floating outputs leave in the caller's. Without it nothing
-is cast, and when a call fails over dtypes the error names the tower, both dtypes and the keyword.
+`cast_inputs` floating inputs come in in the tower's dtype and floating outputs leave in the caller's. Without it
+nothing is cast, and when a call fails over dtypes the error names the tower, both dtypes and the keyword.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ __all__ = ["Boundary", "install_boundary_casts", "install_boundary_errors", "rem
 # Ways into a tower that do not pass through `forward`: diffusers' VAEs, CLIP-like models, audio codecs
 _ENTRIES: Final = ("forward", "encode", "decode", "get_image_features", "get_text_features", "get_audio_features")
 # "Input type (float) and bias type (c10::Half) should be the same", "expected m1 and m2 to have the same dtype", ...
-_ABOUT_DTYPES: Final = re.compile(r"dtype|scalar type|\btype\b.*\b(Half|Float|BFloat16|float|double|c10::)", re.IGNORECASE)
+_ABOUT_DTYPES: Final = re.compile(
+    r"dtype|scalar type|\btype\b.*\b(Half|Float|BFloat16|float|double|c10::)", re.IGNORECASE
+)
 
 
 class Boundary:
     """Stands on the instance in front of one method of its class. Copies and pickles with the tower."""
 
-    def __init__(self, tower: nn.Module, method: str, *, name: str, casts: bool, output_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, tower: nn.Module, method: str, *, name: str, casts: bool, output_dtype: torch.dtype | None
+    ) -> None:
         """Remember whose method it is; the method itself is looked up at each call."""
         self.tower, self.method, self.name = tower, method, name
         self.casts, self.output_dtype = casts, output_dtype
@@ -58,17 +62,26 @@ class Boundary:
         outside = self.output_dtype or next(_floating(args, kwargs), dtype)
         args = tuple(_cast(value, dtype, saturate=False) for value in args)
         kwargs = {key: _cast(value, dtype, saturate="mask" in key) for key, value in kwargs.items()}
-        return _cast(method(self.tower, *args, **kwargs), outside, saturate=False)
+        device, ambient = _autocast(self.tower)
+        if dtype is torch.float32 or ambient in (None, dtype):
+            return _cast(method(self.tower, *args, **kwargs), outside, saturate=False)
+        # autocast to bfloat16 around a float16 tower would mix the two at its first norm layer
+        with torch.autocast(device, enabled=False):
+            out = method(self.tower, *args, **kwargs)
+        return _cast(out, outside, saturate=False)
 
     def _explain(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inside = _tower_dtype(self.tower)
         given = sorted({str(dtype) for dtype in _floating(args, kwargs) if dtype != inside})
+        ambient = _autocast(self.tower)[1]
+        if ambient not in (None, inside):
+            given.append(f"autocast to {ambient}")
         if isinstance(error, PrecisionError) or not given or not _ABOUT_DTYPES.search(str(error)):
             return
         fix = "safe_from_pretrained(..., cast_inputs=True)"
         raise PrecisionError(
-            f"Tower {self.name!r} ({type(self.tower).__name__}) holds {inside} and was called with {', '.join(given)}"
-            f" ({self.method}): {error}. Either cast the inputs to {inside} before the call, or load the tower with"
+            f"Tower {self.name!r} ({type(self.tower).__name__}) holds {inside} and was called with"
+            f" {' and '.join(given)} ({self.method}): {error}. Either cast the inputs to {inside} before the call, or load the tower with"
             " cast_inputs=True, which casts floating inputs to its dtype and its outputs back to the caller's.",
             stage="precision",
             parameters={},
@@ -81,7 +94,8 @@ def install_boundary_casts(tower: nn.Module, *, name: str = "", output_dtype: to
 
     The caller's dtype is that of the first floating input. A call without one (token ids) leaves the outputs in the
     tower's dtype, unless `output_dtype` says otherwise. Integers and booleans are untouched, nesting is kept. Additive
-    masks are kept finite when the tower's dtype is narrower. Objects that are not containers pass as they are.
+    masks are kept finite when the tower's dtype is narrower. A half-precision tower under autocast to another dtype
+    runs without autocast. Objects that are not containers pass as they are.
 
     Args:
         tower: The module. Calls that go around its own methods (to a submodule) are not cast.
@@ -139,6 +153,12 @@ def _tower_dtype(tower: nn.Module) -> torch.dtype | None:
             if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
                 return tensor.dtype
     return None
+
+
+def _autocast(tower: nn.Module) -> tuple[str, torch.dtype | None]:
+    """The kind of device the tower is on, and what autocast makes of tensors there now; None where it is off."""
+    device = next((tensor.device.type for tensor in tower.parameters()), "cpu")
+    return device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _floating(*values: Any) -> Iterator[torch.dtype]:

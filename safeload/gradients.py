@@ -17,15 +17,14 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from safeload.measuring import count_decades, local_gradient, measure_all
 from safeload.rewrapping import local_part, whole_shapes
 from safeload.walking import ParameterRow, is_lazy, parameter_rows
 
-__all__ = ["DECADES", "GradientReport", "GradientRow", "gradient_report", "merge_reports"]
+__all__ = ["GradientReport", "GradientRow", "gradient_report", "merge_reports"]
 
 Health = Literal["not finite", "float16", "none", "all zero", "ok"]
-_PIECE: Final = 4 << 20  # elements at a time where a copy in float64 cannot be helped: 32 MiB
 _ORDER: Final[tuple[Health, ...]] = ("not finite", "float16", "none", "all zero", "ok")
-DECADES: Final = range(-12, 6)  # of the magnitudes in a histogram; float16 goes from 6e-8 to 65504
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class GradientRow:
     """The gradient of one parameter. Numbers are None where there is no gradient, or no element of it on this rank.
 
     `elements` are those of the whole gradient, `local_elements` those that were looked at: fewer on a shard.
-    `nonfinite` and `zeros` count elements; `histogram` counts magnitudes by decade, as in `DECADES`.
+    `nonfinite` and `zeros` count elements; `histogram` counts magnitudes by decade, as in `measuring.DECADES`.
     """
 
     name: str
@@ -125,8 +124,8 @@ def gradient_report(
     Ranks: local without `group`, also when other ranks do not call it; with it, called on every rank of the group.
     """
     rows = [row for row in parameter_rows(model) if row.parameter.requires_grad or row.parameter.grad is not None]
-    held = [_local_gradient(row.parameter) for row in rows]
-    numbers = _measure_all(held)
+    held = [local_gradient(row.parameter) for row in rows]
+    numbers = measure_all(held)
     whole = whole_shapes(model)
     scale = float(grad_scaler.get_scale()) if grad_scaler is not None and grad_scaler.is_enabled() else 1.0
     made = (
@@ -166,46 +165,6 @@ def _shape(row: ParameterRow) -> torch.Size:
     return torch.Size([0]) if is_lazy(row.parameter) else row.parameter.shape
 
 
-def _local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The part of a gradient that is on this rank; the values of a sparse one. None: there is none."""
-    if is_lazy(parameter) or parameter.grad is None:
-        return None
-    gradient = local_part(parameter.grad.detach())
-    # what a sparse gradient does not hold is zero, and is counted as such in `_row`
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _real(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as numbers that can be compared: complex ones as pairs, float8 as float32."""
-    if gradient.is_complex():
-        return torch.view_as_real(gradient)
-    return gradient if gradient.is_floating_point() and gradient.dtype.itemsize > 1 else gradient.float()
-
-
-def _measure(gradient: torch.Tensor) -> torch.Tensor:
-    """Min, max, norm and nonzeros of a gradient, on its device: no whole copy of it, and no wait."""
-    wide = torch.float32 if gradient.device.type == "mps" else torch.float64
-    real = _real(gradient)
-    low, high = torch.aminmax(real)  # NaN goes through both, infinity shows in one: so `finite` costs no pass
-    # a norm in another dtype makes a copy in that dtype first
-    norms = [torch.linalg.vector_norm(piece, dtype=wide) for piece in real.reshape(-1).split(_PIECE)]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    return torch.stack([low.to(wide), high.to(wide), norm, torch.count_nonzero(gradient).to(wide)])
-
-
-def _measure_all(gradients: list[torch.Tensor | None]) -> list[list[float] | None]:
-    """Measure every gradient that has elements here, with one wait a device."""
-    measured: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for position, gradient in enumerate(gradients):
-        if gradient is not None and gradient.numel() and gradient.device.type != "meta":
-            measured.setdefault(gradient.device, []).append((position, _measure(gradient)))
-    numbers: list[list[float] | None] = [None] * len(gradients)
-    for found in measured.values():
-        for (position, _), values in zip(found, torch.stack([each for _, each in found]).tolist(), strict=True):
-            numbers[position] = values
-    return numbers
-
-
 def _row(
     row: ParameterRow,
     whole: torch.Size,
@@ -238,8 +197,8 @@ def _row(
         max=high / scale,
         norm=norm / scale,
         zeros=max(dense - int(nonzeros), 0),
-        nonfinite=0 if finite else int((~torch.isfinite(_real(gradient))).sum()),
-        histogram=_histogram(gradient, scale) if histogram else None,
+        nonfinite=0 if finite else int((~torch.isfinite(gradient)).sum()),
+        histogram=count_decades(gradient, scale) if histogram else None,
     )
     return replace(full, health=_health(full))
 
@@ -252,14 +211,6 @@ def _health(row: GradientRow) -> Health:
     if row.gradient_dtype is None:
         return "none"
     return "all zero" if row.local_elements and row.zeros == row.local_elements else "ok"
-
-
-def _histogram(gradient: torch.Tensor, scale: float) -> tuple[int, ...]:
-    """Count magnitudes by decade; what is beyond the ends is counted at the ends, zeros and nonfinites nowhere."""
-    magnitudes = _real(gradient).float().abs().div_(scale)
-    magnitudes = magnitudes[torch.isfinite(magnitudes) & (magnitudes > 0)]
-    decades = magnitudes.log10_().floor_().clamp_(DECADES.start, DECADES.stop - 1) - DECADES.start
-    return tuple(torch.bincount(decades.long(), minlength=len(DECADES)).tolist())
 
 
 def _merge(rows: list[GradientRow]) -> GradientRow:

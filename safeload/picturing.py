@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from safeload.errors import PrecisionError
-from safeload.gradients import DECADES, GradientReport, GradientRow
+from safeload.gradients import GradientReport, GradientRow
+from safeload.measuring import DECADES
 
 __all__ = ["gradient_picture", "gradient_table"]
 

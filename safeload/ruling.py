@@ -212,6 +212,7 @@ def read_mode(
     """
     word = _read_word(mixed_precision)
     engine = "DEEPSPEED" in str(getattr(mixed_precision, "distributed_type", "")) or _is_engine(model)
+    engine = engine or bool(getattr(mixed_precision, "deepspeed", None))  # TrainingArguments
     if grad_scaler is None:
         grad_scaler = getattr(mixed_precision, "scaler", None) or getattr(optimizer, "scaler", None)
     if grad_scaler is None:

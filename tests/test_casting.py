@@ -167,6 +167,30 @@ def test_under_autocast_a_mixture_is_no_mismatch():
         assert tower(torch.ones(2, 4))["features"].dtype is torch.bfloat16
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4).half(), nn.LayerNorm(4).half()
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_under_autocast_to_another_dtype_a_half_tower_keeps_to_its_own():
+    x = torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        for given in (x, x.half()):
+            with pytest.raises(PrecisionError, match=r"torch.float16 and was called with .*autocast to torch.bfloat16"):
+                install_boundary_errors(Normed())(given)
+        tower = install_boundary_casts(Normed())
+        assert tower(x).dtype is torch.float32
+        assert torch.is_autocast_enabled("cpu")
+        compiled = torch.compile(tower, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), tower(x))
+    with torch.autocast("cpu", torch.float16):
+        assert tower(x).dtype is torch.float32
+
+
 def test_a_model_that_casts_by_itself_is_left_to_do_so():
     class Casts(Tower):
         def forward(self, pixels):

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from safeload.errors import PrecisionError
-from safeload.gradients import DECADES, GradientReport, gradient_report, merge_reports
+from safeload.gradients import GradientReport, gradient_report, merge_reports
+from safeload.measuring import DECADES
 from tests.ranks import on_ranks
 
 
@@ -200,7 +201,7 @@ def test_after_accelerator_backward():
 
 def test_the_gradients_are_not_copied(monkeypatch):
     """The peak of what a report allocates is far below the gradients it looks at."""
-    monkeypatch.setattr("safeload.gradients._PIECE", 1 << 16)
+    monkeypatch.setattr("safeload.measuring._PIECE", 1 << 16)
     model = nn.ParameterDict({"w": torch.ones(1 << 22)})
     model["w"].grad = torch.ones(1 << 22)
     with torch.profiler.profile(profile_memory=True) as profile:
