@@ -7,7 +7,7 @@ and is in step for the next one; when the last rank has left, no key of the call
 
 One rank, the judge, gathers the statements of a stage and writes the verdict; the cost is one key a rank and stage, not
 one for each pair. The verdict is written by compare-and-set, so that a judge that is late or lost can be overruled
-once, for everybody. Group rank 0 judges "join", where ranks may not yet agree on the source; after that the source does.
+once, for everybody. Group rank 0 judges "join", where ranks may not yet agree on the source; then the source does.
 """
 
 from __future__ import annotations
@@ -132,6 +132,10 @@ class Call:
         self._gathered = self._index - 1
         return payload
 
+    def state_early(self, failure: bytes) -> None:
+        """State a failure before the stage's end, for `flagged` on the judge; `gather` is to state it again."""
+        self._state(failure)
+
     def announce(self, statement: bytes | None, cause: BaseException | None = None) -> bytes:
         """End the stage by the judge's statement alone; the others only wait for it.
 
@@ -168,7 +172,7 @@ class Call:
         key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
         self._waiting = True
         try:
-            while not self._ask(lambda store: wait_for_keys(store, [key])):
+            while not self._arrived([key]):
                 verdict = self._ask(self._look)
                 if verdict is not None:
                     raise self._failed(verdict, None)
@@ -189,6 +193,9 @@ class Call:
         self._waiting = False
         return statements.payload_of(verdict)
 
+    def _arrived(self, keys: list[str]) -> bool:
+        return self._ask(functools.partial(wait_for_keys, keys=keys, members=self.seat.size))
+
     def _state(self, statement: bytes, *, stuck: bool = False) -> None:
         def tell(store: Store) -> None:
             store.set(f"s/{self._index}/{self.seat.rank}", statement)
@@ -200,7 +207,7 @@ class Call:
     def _collect(self, decide: Decide) -> bytes | None:
         """Wait for every rank's statement; None when the call failed instead, and `_await_verdict` has the verdict."""
         keys = [f"s/{self._index}/{rank}" for rank in range(self.seat.size)]
-        while not self._ask(lambda store: wait_for_keys(store, keys)):
+        while not self._arrived(keys):
             if self._ask(self._look) is not None:
                 return None
         stated = self._ask(lambda store: store.multi_get(keys))
@@ -214,7 +221,7 @@ class Call:
 
     def _await_verdict(self) -> bytes:
         key = f"v/{self._index}"
-        while not self._ask(lambda store: wait_for_keys(store, [key])):
+        while not self._arrived([key]):
             verdict = self._ask(self._look)
             if verdict is not None:
                 return verdict
@@ -322,7 +329,8 @@ class Call:
         with contextlib.suppress(StoreLost):
             self._line.ask(functools.partial(self._say_goodbye))
             until = time.monotonic() + _LINGER_S
-            while not self._line.ask(lambda store: wait_for_keys(store, ["all-bye"])) and time.monotonic() < until:
+            gone = functools.partial(wait_for_keys, keys=["all-bye"], members=self.seat.size)
+            while not self._line.ask(gone) and time.monotonic() < until:
                 pass
             self._line.ask(self._go)
         self._line.close()

@@ -11,6 +11,7 @@ Ranks are ranks in the group here; those in errors are global ranks.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -140,6 +142,24 @@ class Group:
     def is_source(self) -> bool:
         """Whether this rank reads."""
         return self.rank == self.source_rank
+
+    @property
+    def source_global_rank(self) -> int:
+        """The source's rank in the whole job."""
+        return self.global_rank
+
+    def payload_device(self, device: torch.device) -> torch.device:
+        """Choose where the tensors of `stream` and `broadcast` have to be.
+
+        Args:
+            device: Where this rank wants the bytes.
+
+        Returns:
+            `device` itself if the group's backends serve it, else one that they serve, the cpu if possible.
+        """
+        if not self.devices or device.type in self.devices:
+            return device
+        return torch.device("cpu") if "cpu" in self.devices else torch.device(self.devices[0])
 
     def __enter__(self) -> Group:
         """Meet the other ranks.
@@ -306,6 +326,10 @@ class _RankGroup(Group):
             self._past = _pasts.setdefault(group, _Past())
         self._call: Call
 
+    @property
+    def source_global_rank(self) -> int:
+        return self._seat.global_ranks[self.source_rank]
+
     # --- in and out ---
 
     def __enter__(self) -> Group:
@@ -443,16 +467,26 @@ class _RankGroup(Group):
             raise self._blame(error) from error.__cause__
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        _checked(tensor, tensor.numel())
         self._point_to_point(lambda: dist.isend(tensor, self._seat.global_ranks[to_rank], group=self._group))
 
     def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
+        _checked(tensor, tensor.numel())
         self._point_to_point(lambda: dist.irecv(tensor, self._seat.global_ranks[from_rank], group=self._group))
 
     def _point_to_point(self, begin: Callable[[], Work | None]) -> None:
+        """Run one transfer; gloo's make no progress that a poll could see, so that a thread waits for it."""
+        ended: Future[None] = Future()
+        thread = threading.Thread(target=_wait_for, args=(begin, ended), name="safeload-transfer", daemon=True)
+        thread.start()
         try:
-            self._complete(begin)
-        except _StuckError as error:
-            raise self._blame(error) from error.__cause__
+            while not ended.done():
+                self._call.check()
+                concurrent.futures.wait([ended], timeout=_POLL_S[1])
+            ended.result()
+        except RuntimeError as error:
+            raise self._blame(_StuckError(f"a transfer broke off: {error}")) from error
+        thread.join()
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         source = self._seat.global_ranks[self.source_rank]
@@ -501,7 +535,7 @@ class _RankGroup(Group):
                 if not self._may_go_on(failed):
                     break
                 for index in window:
-                    failed = self._bucket(index, sizes_bytes[index], fill, take, device=device, failed=failed)
+                    failed = self._bucket(stage, index, sizes_bytes[index], fill, take, device=device, failed=failed)
         except _StuckError as error:
             failed, stuck = error, True
         statement = statements.payload_bytes(b"") if failed is None else self._failure_of(failed, stage, stuck=stuck)
@@ -516,6 +550,7 @@ class _RankGroup(Group):
 
     def _bucket(
         self,
+        stage: str,
         index: int,
         size_bytes: int,
         fill: Callable[[int], torch.Tensor],
@@ -530,14 +565,30 @@ class _RankGroup(Group):
             try:
                 bucket = _checked(fill(index), size_bytes)
             except Exception as error:
-                failed = error
+                failed = self._note(error, stage)
         self._broadcast(torch.empty(size_bytes, dtype=torch.uint8, device=device) if bucket is None else bucket)
         if failed is None and bucket is not None:
             try:
                 take(index, bucket)
             except Exception as error:
-                failed = error
+                failed = self._note(error, stage)
         return failed
+
+    def _note(self, error: Exception, stage: str) -> Exception:
+        """Let the source know at once, so that it stops before the payload's end."""
+        self._call.state_early(self._failure_of(error, stage))
+        return error
+
+
+def _wait_for(begin: Callable[[], Work | None], ended: Future[None]) -> None:
+    try:
+        work = begin()
+        if work is not None:
+            work.wait()
+    except Exception as error:
+        ended.set_exception(error)
+    else:
+        ended.set_result(None)
 
 
 def _checked(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:

@@ -258,13 +258,18 @@ def test_a_typed_error_goes_before_foreign_ones_of_lower_ranks():
 @pytest.mark.parametrize("failing", [0, 1])
 @on_ranks(2)
 def test_an_error_between_the_stages_reaches_everybody(failing):
-    with pytest.raises(PeerError, match="ZeroDivisionError") as caught, join_group(timeout=SHORT) as g:
-        g.agree("build", lambda: None)
-        if g.rank == failing:
-            _ = 1 / 0
-        g.on_source("seal", lambda: None)
-        g.send_bytes("plan", b"")
-        g.agree("place", lambda: None)
+
+    def load():
+        with join_group(timeout=SHORT) as g:
+            g.agree("build", lambda: None)
+            if g.rank == failing:
+                _ = 1 / 0
+            g.on_source("seal", lambda: None)
+            g.send_bytes("plan", b"")
+            g.agree("place", lambda: None)
+
+    with pytest.raises(PeerError, match="ZeroDivisionError") as caught:
+        load()
     assert caught.value.rank == failing
     check_worked(work_through(), size=2)
 
@@ -272,10 +277,15 @@ def test_an_error_between_the_stages_reaches_everybody(failing):
 @pytest.mark.parametrize("failing", [0, 1])
 @on_ranks(2)
 def test_an_error_at_the_very_end_lets_nobody_out(failing):
-    with pytest.raises(PeerError, match="late") as caught, join_group(timeout=SHORT) as g:
-        g.agree("place", lambda: None)
-        if g.rank == failing:
-            raise RuntimeError("late")
+
+    def load():
+        with join_group(timeout=SHORT) as g:
+            g.agree("place", lambda: None)
+            if g.rank == failing:
+                raise RuntimeError("late")
+
+    with pytest.raises(PeerError, match="late") as caught:
+        load()
     assert caught.value.rank == failing
 
 
@@ -346,7 +356,7 @@ def test_a_failure_in_the_payload_stops_all_in_step(failing, monkeypatch):
 
     safeload.group._WINDOW_BYTES = 1000
     with pytest.raises(PeerError, match="no space left") as caught, join_group(timeout=SHORT) as g:
-        stream_with(g, fail_at=2, failing=failing, buckets=2000)
+        stream_with(g, fail_at=2, failing=failing, buckets=400)
     assert caught.value.rank == failing
     assert caught.value.stage == "broadcast"
     check_worked(work_through(), size=3)
@@ -356,9 +366,9 @@ def test_a_failure_in_the_payload_stops_all_in_step(failing, monkeypatch):
 def test_a_bucket_of_the_wrong_kind_is_refused_on_every_rank():
     import torch
 
+    kinds = {True: torch.float32, False: torch.uint8}
     with pytest.raises(GroupError, match="contiguous uint8"), join_group(timeout=SHORT) as g:
-        kind = torch.float32 if g.is_source else torch.uint8
-        g.stream("broadcast", [8], lambda _: torch.zeros(8, dtype=kind), lambda index, tensor: None)
+        g.stream("broadcast", [8], lambda _: torch.zeros(8, dtype=kinds[g.is_source]), lambda index, tensor: None)
     check_worked(work_through(), size=2)
 
 
