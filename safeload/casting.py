@@ -81,8 +81,8 @@ class Boundary:
         fix = "safe_from_pretrained(..., cast_inputs=True)"
         raise PrecisionError(
             f"Tower {self.name!r} ({type(self.tower).__name__}) holds {inside} and was called with"
-            f" {' and '.join(given)} ({self.method}): {error}. Either cast the inputs to {inside} before the call, or load the tower with"
-            " cast_inputs=True, which casts floating inputs to its dtype and its outputs back to the caller's.",
+            f" {' and '.join(given)} ({self.method}): {error}. Either cast the inputs to {inside} before the call, or load"
+            " the tower with cast_inputs=True, which casts floating inputs to its dtype and its outputs back to the caller's.",
             stage="precision",
             parameters={},
             fix=fix,

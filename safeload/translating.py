@@ -85,7 +85,7 @@ def _from_trainer(file: ConfigFile) -> TrainingSetup:
         return _from_engine(setup, read_file(Path(file.path).parent / engine, "deepspeed"))
     sharding = _fsdp_config(file)
     if values.get("fsdp") in (None, "", [], False):
-        return replace(setup, fsdp_settings_unused=bool(set(sharding) - {"min_num_params", "xla", "xla_fsdp_v2"}))
+        return replace(setup, fsdp_settings_unused=any(sharding.values()))
     newest = 2 if int(transformers.__version__.split(".")[0]) >= 5 else 1  # noqa: PLR2004 - the default since 5
     return replace(
         setup,
