@@ -25,7 +25,7 @@ from safeload.errors import SourceError
 from safeload.headers import parse_header_size
 from safeload.mapping import map_private
 from safeload.reading import OpenedFile, copy_hashed, freeze, read_start, write_at
-from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile
+from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile, size_watches
 
 __all__ = ["Cast", "Filling", "Wanted"]
 
@@ -285,7 +285,7 @@ class Filling:
             target,
             start=target.start,
             git_sha1=self._opened.source.wants_git_sha1(file.name),
-            on_chunk=self._progress.add,
+            on_chunk=[*size_watches(file), self._progress.add],
         )
         target.settle()
         if target.memory_fd is None and _stamp(file.fd) != before:

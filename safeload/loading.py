@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from safeload.ambient import plain_tensors
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer
 from safeload.errors import ProtectionError, SafeLoadError
@@ -139,7 +140,7 @@ def safe_from_pretrained(
             cpu, else broadcasts. "shared" falls back to "broadcast" where ranks share no kernel: the report says why.
         memory: "sealed" copies the verified bytes once into memory that nobody can change; "mapped" maps the verified
             file itself, for storage that nobody writes to.
-        timeout: Longest time that a rank waits for the others in one stage.
+        timeout: How long the ranks wait for each other to come, and again for the whole load to end.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
         manifest: A SHA256SUMS file to compare with.
@@ -188,7 +189,11 @@ def safe_from_pretrained(
         ignore_unexpected=tuple(ignore_unexpected),
         model_kwargs=model_kwargs,
     )
-    with join_group(group, source_rank=source_rank, timeout=timeout) as ranks, ExitStack() as kept:
+    with (
+        join_group(group, source_rank=source_rank, timeout=timeout) as ranks,
+        plain_tensors(_CPU),
+        ExitStack() as kept,
+    ):
         meter = kept.enter_context(MemoryMeter())
         call = _Call(request=request, ranks=ranks, clock=StageClock(), kept=kept)
         ranks.start(request.statement())

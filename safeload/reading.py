@@ -11,7 +11,7 @@ import io
 import os
 import stat
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from safeload.errors import SourceError
 from safeload.indexes import fold_name
 
 __all__ = [
+    "OnChunk",
     "OpenedFile",
     "Sink",
     "copy_hashed",
@@ -42,7 +43,7 @@ _F_ADD_SEALS: Final = 1033
 
 _F_GET_SEALS: Final = 1034
 
-OnChunk = Callable[[int], None]
+OnChunk = Callable[[memoryview], None]
 Sink = Callable[[int, memoryview], None]  # where a chunk begins in the file, and its bytes, valid during the call only
 
 
@@ -167,7 +168,7 @@ def copy_hashed(
     *,
     start: bytearray | None = None,
     git_sha1: bool = False,
-    on_chunk: OnChunk | None = None,
+    on_chunk: Sequence[OnChunk] = (),
 ) -> dict[str, str]:
     """Read a file to its end, once; hash each chunk from the very buffer that is given to the sink.
 
@@ -176,7 +177,7 @@ def copy_hashed(
         sink: Where the bytes go; None hashes only.
         start: What `read_start` has read of it already.
         git_sha1: Compute git's blob id beside sha256.
-        on_chunk: Called with the size of each chunk. What it raises ends the copy.
+        on_chunk: Called with each chunk, which is only valid meanwhile. What they raise ends the copy.
 
     Returns:
         The digests in hexadecimal by algorithm: "sha256", and "git-sha1" when asked for.
@@ -195,8 +196,8 @@ def copy_hashed(
             hashing.update(chunk)
             if sink is not None:
                 sink(at, chunk)
-            if on_chunk is not None:
-                on_chunk(len(chunk))
+            for call in on_chunk:
+                call(chunk)
             at += len(chunk)
             chunk = _read_chunk(source, hashing.free_buffer())
     _check_size(source, at, at_end=True)

@@ -22,10 +22,12 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Final, Literal
 
-from safeload.digests import Manifest, digest_of_all, require_covered
+from safeload.comparing import compare, require_covered
+from safeload.digests import Manifest, digest_of_all
 from safeload.errors import IntegrityError, SourceError
+from safeload.headers import SizeWatch
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
-from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular, writes_to
+from safeload.reading import OnChunk, OpenedFile, copy_hashed, freeze, new_memory, open_regular, writes_to
 from safeload.resolving import Checkpoint, require_known_weights
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "open_checkpoint",
     "open_folder",
     "seal",
+    "size_watches",
 ]
 
 OnBytes = Callable[[int, int], None]
@@ -198,6 +201,7 @@ def open_checkpoint(
         copies = memory == "sealed"
         small = source.read_all(source.open_all((*checkpoint.small, *filter(None, [checkpoint.index]))), copies=copies)
         first = SealedCheckpoint(checkpoint=checkpoint, files=small, index=None, owner=owner)
+        compare(manifest, first.digests)  # before they are interpreted
         if "config.json" in first.names:
             require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
         index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
@@ -226,7 +230,7 @@ def seal(
 
     Raises:
         SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
-        IntegrityError: A size is not the one in the manifest.
+        IntegrityError: A size, or the digest of a small file, is not the one in the manifest.
         CheckpointError: The index or the config is malformed.
 
     Ranks:
@@ -333,7 +337,8 @@ class SourceFolder:
 
     def _read(self, file: OpenedFile, target_fd: int | None, progress: Progress) -> SealedFile:
         sink = None if target_fd is None else writes_to(target_fd)
-        digests = copy_hashed(file, sink, git_sha1=self.wants_git_sha1(file.name), on_chunk=progress.add)
+        watches = [*size_watches(file), progress.add]
+        digests = copy_hashed(file, sink, git_sha1=self.wants_git_sha1(file.name), on_chunk=watches)
         if target_fd is not None:
             freeze(target_fd)
         return SealedFile(
@@ -345,6 +350,13 @@ class SourceFolder:
         )
 
 
+def size_watches(file: OpenedFile) -> list[OnChunk]:
+    """Return what has to see each chunk of a file: a safetensors file says at its beginning how long it is."""
+    if not file.name.endswith(".safetensors"):
+        return []
+    return [SizeWatch(path=str(file.path), size_bytes=file.size_bytes).add]
+
+
 class Progress:
     """Adds up what all threads have read; raises in every thread once one has failed."""
 
@@ -353,11 +365,11 @@ class Progress:
         self._lock = threading.Lock()
         self._done_bytes, self._total_bytes, self._on_bytes = 0, total_bytes, on_bytes
 
-    def add(self, chunk_bytes: int) -> None:
+    def add(self, chunk: memoryview) -> None:
         """Count a chunk."""
         if self.stopped.is_set():
             raise CancelledError
         if self._on_bytes is not None:
             with self._lock:
-                self._done_bytes += chunk_bytes
+                self._done_bytes += len(chunk)
                 self._on_bytes(self._done_bytes, self._total_bytes)
