@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from safeload.examining import Contents
 from safeload.filling import Cast, Filling, Wanted
 from safeload.headers import Header
-from safeload.mapping import Arena, Mapped, mapped_now
+from safeload.mapping import Arena, Mapped, mapped_now, view
 from safeload.planning import LoadPlan, plan, reorder, segment_views
 from safeload.reading import freeze
 from safeload.sealing import SealedCheckpoint
@@ -136,8 +136,8 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.casts[number].append(
             Cast(begin=begin, end=end, source_dtype=tensor.dtype, target=target, target_dtype=dtype)
         )
-        flat = torch.frombuffer(self._arena.mapping, dtype=dtype, count=tensor.numel(), offset=target)
-        return flat.view(tensor.shape)
+        flat = view(self._arena.mapping, target, tensor.numel() * dtype.itemsize)
+        return flat.view(dtype).view(tensor.shape)
 
     def refuse_looked(self, filling: Filling, contents: Contents) -> None:
         """Raise if anything has looked at memory that was not filled, as far as this can tell and the kernel."""

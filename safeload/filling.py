@@ -11,6 +11,7 @@ nothing yet. Whoever lets it look has to make sure that it did not look further 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ import torch
 
 from safeload.errors import SourceError
 from safeload.headers import parse_header_size
-from safeload.mapping import map_private
 from safeload.reading import OpenedFile, copy_hashed, freeze, read_start, write_at
 from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile, size_watches
 
@@ -112,7 +112,8 @@ class _Target:
             return
         fd = self.file.fd if self.memory_fd is None else self.memory_fd
         if wanted.casts:
-            with memoryview(map_private(fd, self._behind)) as kept:
+            private = mmap.MAP_PRIVATE
+            with mmap.mmap(fd, self._behind, flags=private) as mapping, memoryview(mapping) as kept:
                 self._cast(wanted, 0, kept)
         if self.memory_fd is not None:
             _punch(self.memory_fd, wanted.ranges, self._behind)

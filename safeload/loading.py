@@ -6,11 +6,14 @@ follows, so that a failure on any rank is the same error on every rank, and nobo
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,7 +29,7 @@ from safeload.building import build_peer
 from safeload.errors import ProtectionError, SafeLoadError
 from safeload.group import Group, join_group
 from safeload.handing import node_key
-from safeload.placing import allocate, check_module, place
+from safeload.placing import allocate, check_module, place, tensors_of
 from safeload.planning import LoadPlan
 from safeload.protecting import protect, tower_state
 from safeload.recipes import Recipe
@@ -40,6 +43,7 @@ from safeload.verifying import expect
 __all__ = ["load_report", "safe_from_pretrained"]
 
 _CPU: Final = torch.device("cpu")
+_PENDING: Final = {"verdict": "pending", "digest": "", "provenance": "", "provenance_detail": "", "files": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,7 @@ def safe_from_pretrained(
     memory: Literal["sealed", "mapped"] = "sealed",
     timeout: timedelta = timedelta(minutes=30),
     verify: Literal["auto", "strict", "off"] = "auto",
+    verdict: Literal["load", "first_use"] = "load",
     manifest: str | os.PathLike[str] | None = None,
     manifest_sha256: str | None = None,
     allow_pickle: bool = False,
@@ -143,6 +148,9 @@ def safe_from_pretrained(
         timeout: How long the ranks wait for each other to come, and again for the whole load to end.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
+        verdict: "load" returns when the bytes have been verified; "first_use" returns when the tensors are in place,
+            and verification goes on behind: the tower's first use (forward, state dict, unfreeze, check, pickle) waits
+            for it, and raises there, on every rank, what "load" would have raised.
         manifest: A SHA256SUMS file to compare with.
         manifest_sha256: sha256 of that file, 64 hex digits.
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.
@@ -182,6 +190,7 @@ def safe_from_pretrained(
         transport=transport,
         memory=memory,
         verify=verify,
+        verdict=verdict,
         manifest=manifest,
         manifest_sha256=manifest_sha256,
         allow_pickle=allow_pickle,
@@ -200,19 +209,60 @@ def safe_from_pretrained(
         ranks.agree("arguments", request.check)
         sourced = _load_on_source(call)
         filled = _fill_every_rank(call, sourced)
+        if request.verdict == "first_use":
+            return _return_early(call, filled, sourced, meter)
         with call.clock.stage("verify"):
             ranks.on_source("verify", lambda: sourced.finish() if sourced else None)
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
         return ranks.agree("protect", lambda: _protect(filled, request, report))
 
 
-def _protect(filled: _Filled, request: Request, report: LoadReport) -> nn.Module:
+def _return_early(call: _Call, filled: _Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
+    """Return the tower before the verdict; its first use waits for it."""
+    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced), sourced)
+    promise = call.ranks.promise()
+    if sourced is not None:
+        owned = call.kept.pop_all()  # what the reading needs lives until the verdict
+
+        def finish() -> Mapping[str, Any]:
+            with owned:
+                sourced.finish()
+                return sourced.verified_facts()
+
+        threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
+    blocks = filled.blocks if sourced is None else None
+    kept = call.kept.pop_all()  # descriptors of the shared memory, to see that it was sealed
+
+    def wait() -> None:
+        facts = promise.wait()
+        with kept:
+            if blocks is not None:
+                blocks.check_sealed()
+        module = tower()
+        if module is not None:
+            tower_state(module).report = replace(report, **facts)
+
+    tower = weakref.ref(filled.module)
+    return call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+
+
+def _protect(
+    filled: _Filled, request: Request, report: LoadReport, *, verdict: Callable[[], None] | None = None
+) -> nn.Module:
+    originals = None
     if filled.blocks is not None:
-        filled.blocks.check_sealed()
-    module = filled.module
-    tower = protect(module, name=type(module).__name__, origin=request.origin)
-    tower_state(tower).report = report
-    return tower
+        if verdict is None:
+            filled.blocks.check_sealed()
+        untouched = filled.blocks.map(filled.load_plan)  # a mapping of its own: the module's writes do not reach it
+        originals = functools.cache(lambda: tensors_of(filled.load_plan, untouched, device=_CPU))
+    return protect(
+        filled.module,
+        name=type(filled.module).__name__,
+        origin=request.origin,
+        report=report,
+        originals=originals,
+        verdict=verdict,
+    )
 
 
 def load_report(tower: nn.Module) -> LoadReport:
@@ -388,7 +438,10 @@ def _own_report(ranks: Group, meter: MemoryMeter, filled: _Filled, sourced: Sour
 
 def _report(call: _Call, filled: _Filled, own: RankReport, sourced: Sourced | None) -> LoadReport:
     ranks = call.ranks
-    said = {"facts": sourced.facts() if sourced else None, "rank": own.to_json().decode()}
+    facts: dict[str, Any] | None = None
+    if sourced is not None:
+        facts = sourced.facts() | (sourced.verified_facts() if call.request.verdict == "load" else _PENDING)
+    said = {"facts": facts, "rank": own.to_json().decode()}
     gathered = [json.loads(raw) for raw in ranks.gather_bytes("report", json.dumps(said).encode())]
     reports = tuple(RankReport.from_json(each["rank"]) for each in gathered)
     specs = [spec for spec in filled.load_plan.tensors if spec.same_as is None]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -25,7 +25,6 @@ WINDOW_BYTES: Final = 1 << 16  # what the kernel enters into the page table arou
 _ALIGN_BYTES: Final = 64  # a cache line, and as torch's own allocator aligns
 _PRESENT: Final = 0b11  # top bits of an entry of /proc/self/pagemap: present, swapped
 _ENTRY_BYTES: Final = 8
-_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)  # shared pages are not this process's to account for
 
 
 def can_map() -> bool:
@@ -33,7 +32,7 @@ def can_map() -> bool:
     return sys.platform == "linux" and has_sealed_memory() and os.path.exists("/proc/self/pagemap")
 
 
-def map_private(fd: int, size_bytes: int) -> mmap.mmap:
+def map_private(fd: int, size_bytes: int) -> torch.UntypedStorage:
     """Map a file or memory: its pages are shared with every other mapping until this process writes to one.
 
     Args:
@@ -41,12 +40,13 @@ def map_private(fd: int, size_bytes: int) -> mmap.mmap:
         size_bytes: How much of it, from its beginning.
 
     Returns:
-        The mapping. Tensors made by `view` keep it alive.
+        The mapping, which holds no descriptor. Tensors made by `view` keep it alive.
     """
-    return mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=False, nbytes=size_bytes)
+    return cast(torch.UntypedStorage, mapping)
 
 
-def view(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+def view(mapping: torch.UntypedStorage, offset_bytes: int, size_bytes: int) -> torch.Tensor:
     """Return a piece of a mapping as a tensor with a storage of its own.
 
     Args:
@@ -57,7 +57,8 @@ def view(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> torch.Tensor
     Returns:
         uint8 `[size_bytes]`; nothing is copied.
     """
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=size_bytes, offset=offset_bytes)
+    piece: torch.UntypedStorage = mapping[offset_bytes : offset_bytes + size_bytes]
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(piece)
 
 
 class Arena:

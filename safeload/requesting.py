@@ -19,6 +19,7 @@ _CHOICES: Final = {
     "transport": ("auto", "shared", "broadcast"),
     "memory": ("sealed", "mapped"),
     "verify": ("auto", "strict", "off"),
+    "verdict": ("load", "first_use"),
 }
 
 # Arguments of from_pretrained that would split, quantise or replace what is loaded; and what to say instead.
@@ -53,6 +54,7 @@ class Request:
     transport: str
     memory: Literal["sealed", "mapped"]
     verify: Literal["auto", "strict", "off"]
+    verdict: Literal["load", "first_use"]
     manifest: Any
     manifest_sha256: str | None
     allow_pickle: bool
@@ -97,7 +99,7 @@ class Request:
             "kwargs": ", ".join(f"{name}={_stable(value)}" for name, value in sorted(self.model_kwargs.items())),
         }
         stated |= {name: str(self.where[name]) for name in ("revision", "subfolder", "variant")}
-        names = ("transport", "memory", "verify", "manifest_sha256", "allow_pickle", "ignore_unexpected")
+        names = ("transport", "memory", "verify", "verdict", "manifest_sha256", "allow_pickle", "ignore_unexpected")
         return stated | {name: str(getattr(self, name)) for name in names}
 
 

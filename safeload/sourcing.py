@@ -105,14 +105,20 @@ class Sourced:
         self.built.freeze()
 
     def facts(self) -> dict[str, Any]:
-        """Return what the report says of the checkpoint, when it has been verified."""
-        if self.verification is None:
-            raise AssertionError("facts are asked for before the verdict")
+        """Return what the report says of the checkpoint; `verified_facts` come with the verdict."""
         return {
             "tower": type(self.module).__name__,
             "repo_id": self.seen.checkpoint.repo_id,
             "commit": self.seen.checkpoint.commit,
             "memory": self.request.memory if can_map() else "private",
+        }
+
+    def verified_facts(self) -> dict[str, Any]:
+        """Return what the report says of the verdict, when it is there."""
+        if self.verification is None:
+            raise AssertionError("asked for before the verdict")
+        return {
+            "verdict": self.request.verdict,
             "digest": self.verification.digest,
             "provenance": "off" if self.request.verify == "off" else self.verification.provenance,
             "provenance_detail": self.verification.source,
