@@ -222,7 +222,7 @@ def _return_early(call: _Call, filled: _Filled, sourced: Sourced | None, meter: 
     report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced), sourced)
     promise = call.ranks.promise()
     if sourced is not None:
-        owned = call.kept.pop_all()  # what the reading needs lives until the verdict
+        owned = sourced.kept = call.kept.pop_all()  # what the reading needs lives until the verdict
 
         def finish() -> Mapping[str, Any]:
             with owned:

@@ -98,8 +98,7 @@ class Sourced:
         """
         if self.filling is not None:
             filling, self.filling = self.filling, None
-            self.seen, self.verification = _read(filling.finish, self.manifest, self.request)
-            self.kept.callback(self.seen.close)
+            self.seen, self.verification = _read(filling, self.manifest, self.request, self.kept)
             with _stage("examine"):
                 examine(self.seen)
         self.built.freeze()
@@ -154,8 +153,7 @@ def source_tower(
     built, seen, verification = _build_early(request, filling), filling.seen, None
     is_early = built is not None
     if built is None:
-        seen, verification = _read(filling.finish, manifest, request)
-        kept.callback(seen.close)
+        seen, verification = _read(filling, manifest, request, kept)
         with _stage("examine"):
             examine(seen)
         with _stage("build"):
@@ -202,10 +200,11 @@ def _build_early(request: Request, filling: Filling) -> Built | None:
 
 
 def _read(
-    finish: Callable[[], SealedCheckpoint], manifest: Manifest, request: Request
+    filling: Filling, manifest: Manifest, request: Request, kept: ExitStack
 ) -> tuple[SealedCheckpoint, Verification]:
     with _stage("seal"):
-        sealed = finish()
+        sealed = filling.finish()
+        kept.callback(sealed.close)
     with _stage("verify"):
         return sealed, verify(manifest, sealed.digests, mode=request.verify)
 
