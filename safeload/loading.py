@@ -242,7 +242,13 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
     )
 
     def read() -> SealedCheckpoint:
-        with progress_bar(request.progress, f"{request.origin}: read and verify") as on_bytes:
+        with progress_bar(request.progress, f"{request.origin}: read and verify") as show:
+
+            def on_bytes(done_bytes: int, total_bytes: int) -> None:
+                ranks.check()  # no use in reading on for a group that has failed
+                if show is not None:
+                    show(done_bytes, total_bytes)
+
             return kept.enter_context(seal(checkpoint, manifest, memory=request.memory, on_bytes=on_bytes))
 
     sealed = step("seal", read)
