@@ -5,12 +5,14 @@ process runs in a group of its own.
 """
 
 import contextlib
+import gc
 import os
 import resource
 import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -100,18 +102,17 @@ def use_temporary_folder(tmp_path):
 
 def leftovers():
     """Count what a load could leave behind: threads, descriptors, sealed memory, shared memory, temporary files."""
-    import gc
-
     gc.collect()
-    with contextlib.suppress(OSError):
-        maps = Path("/proc/self/maps").read_text()
-        return {
-            "threads": threading.active_count(),
-            "descriptors": sorted(_descriptors()),
-            "memfds": maps.count("memfd:"),
-            "shared": sorted(name for name in os.listdir("/dev/shm") if "safeload" in name or "torch" in name),
-            "temporary": sorted(os.listdir(tempfile.gettempdir())),
-        }
+    maps = Path("/proc/self/maps").read_text()
+    return Counter(
+        [
+            *(f"thread {thread.name}" for thread in threading.enumerate()),
+            *_descriptors(),
+            *(line.split()[-2] for line in maps.splitlines() if "memfd:" in line),
+            *(f"shared {name}" for name in os.listdir("/dev/shm") if "safeload" in name or "torch" in name),
+            *(f"temporary {name}" for name in os.listdir(tempfile.gettempdir())),
+        ]
+    )
 
 
 def _descriptors():
@@ -158,7 +159,7 @@ def test_an_exception_in_any_stage_on_any_rank(kind, tower, tmp_path):
         del error, caught
     load(tower)
     dist.barrier()
-    assert leftovers() == before
+    assert not leftovers() - before
 
 
 def meet_end(tmp_path, folder, planned, options=None):
@@ -183,10 +184,8 @@ def meet_end(tmp_path, folder, planned, options=None):
         del error
     else:
         return "no error"
-    after = leftovers()
-    seen |= {"threads": after["threads"] - before["threads"], "memfds": after["memfds"] - before["memfds"]}
-    seen |= {name: sorted(set(after[name]) - set(before[name])) for name in ("shared", "temporary")}
-    return seen
+    connections = {"socket", "anon_inode"}  # a process group with a dead member keeps some until it is destroyed
+    return seen | {"left": sorted(name for name in leftovers() - before if name not in connections)}
 
 
 def kill(folder):
@@ -226,10 +225,7 @@ def check_survivors(results, rank, tmp_path):
         assert f"rank {rank} lost" in seen["text"], seen
         assert f"on {os.uname().nodename}) has ended" in seen["text"], seen
         assert seen["seconds"] < PROMPT_S, seen
-        assert seen["threads"] == 0, seen
-        assert seen["memfds"] == 0, seen
-        assert seen["shared"] == [], seen
-        assert seen["temporary"] == [], seen
+        assert seen["left"] == [], seen
 
 
 SHORT_TABLE = [("seal", SOURCE), ("build", PEER), ("broadcast", SOURCE), ("broadcast", PEER)]
