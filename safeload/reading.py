@@ -21,7 +21,7 @@ from typing import Any, Final
 from safeload.errors import SourceError
 from safeload.indexes import fold_name
 
-__all__ = ["OpenedFile", "copy_hashed", "freeze", "has_sealed_memory", "new_memory", "open_regular"]
+__all__ = ["OpenedFile", "copy_hashed", "freeze", "has_sealed_memory", "new_memory", "open_regular", "require_memory"]
 
 _CHUNK_BYTES: Final = 1 << 20  # stays in the processor's cache between the read, the hash and the write
 _BUFFERS: Final = 4
@@ -81,6 +81,34 @@ def new_memory(name: str) -> int:
         Its descriptor.
     """
     return os.memfd_create(f"safeload:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def require_memory(size_bytes: int, *, what: str) -> None:
+    """Refuse a copy that the machine has no memory for, before it is begun.
+
+    Args:
+        size_bytes: What the copy needs.
+        what: What is to be copied, for the message.
+
+    Raises:
+        SourceError: There is less memory than that.
+    """
+    available_bytes = _available_bytes()
+    if available_bytes is not None and size_bytes > available_bytes:
+        raise SourceError(
+            f"{what}: {size_bytes} bytes of weights do not fit into the {available_bytes} bytes of memory that are "
+            "free; memory='mapped' maps them where they are.",
+            path=what,
+        )
+
+
+def _available_bytes() -> int | None:
+    """Return what Linux says is free for new allocations; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def freeze(fd: int) -> None:
@@ -187,9 +215,9 @@ def _check_size(source: OpenedFile, read_bytes: int, *, at_end: bool) -> None:
 
 def _unreadable(path: Path, error: Exception) -> SourceError:
     if isinstance(error, FileNotFoundError):
-        return SourceError(f"{path}: no such file.{_near(path)}", path=str(path), looked_for=[str(path)])
+        return SourceError(f"{str(path)[:300]}: no such file.{_near(path)}", path=str(path), looked_for=[str(path)])
     text = error.strerror if isinstance(error, OSError) else str(error)
-    return SourceError(f"{path}: cannot be read: {text}.", path=str(path), looked_for=[str(path)])
+    return SourceError(f"{str(path)[:300]}: cannot be read: {text}.", path=str(path), looked_for=[str(path)])
 
 
 def _near(path: Path) -> str:

@@ -24,16 +24,17 @@ from typing import Final, Literal
 
 from safeload.comparing import compare, require_covered
 from safeload.digests import Manifest, digest_of_all
-from safeload.errors import IntegrityError, SourceError
-from safeload.headers import SizeWatch
+from safeload.errors import CheckpointError, IntegrityError, SourceError
+from safeload.headers import Header, HeaderWatch
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
-from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular
+from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular, require_memory
 from safeload.resolving import Checkpoint, require_known_weights
 
 __all__ = ["OnBytes", "SealedCheckpoint", "SealedFile", "open_folder", "seal"]
 
 OnBytes = Callable[[int, int], None]
 
+_SHOWN: Final = 10
 _THREADS: Final = 4  # files at a time; each has one more thread that hashes
 
 
@@ -43,6 +44,7 @@ class SealedFile:
 
     `fd` is owned by the `SealedCheckpoint` and closed with it; a mapping made before stays valid. `link` is where the
     folder's entry pointed, when it was a symbolic link. `digests` are by algorithm, "git-sha1" where it was asked for.
+    `header` is that of a safetensors file, or what is wrong with it; `examine` raises that.
     """
 
     name: str
@@ -50,6 +52,7 @@ class SealedFile:
     size_bytes: int
     digests: Mapping[str, str]
     link: str | None = None
+    header: Header | CheckpointError | None = None
 
     @property
     def sha256(self) -> str:
@@ -157,7 +160,8 @@ def seal(
         The sealed files. The caller owns them: use it in a `with` block or call `close`.
 
     Raises:
-        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
+        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read; or there
+            is not the memory for a copy.
         IntegrityError: A size, or the digest of a small file, is not the one in the manifest.
         CheckpointError: The index or the config is malformed.
 
@@ -177,6 +181,8 @@ def seal(
         index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
         require_covered(manifest, index.shards if index else ())
         shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
+        if copies:
+            require_memory(sum(file.size_bytes for file in shards), what=str(checkpoint.folder))
         weights = source.read_all(shards, copies=copies, on_bytes=on_bytes)
         return SealedCheckpoint(checkpoint=checkpoint, files=(*small, *weights), index=index, owner=owner.pop_all())
 
@@ -229,7 +235,8 @@ class _Source:
             else:
                 self.opened.callback(os.close, files[-1].fd)
         if missing:
-            message = " ".join(error.message for error in missing.values())
+            message = " ".join(error.message for error in list(missing.values())[:_SHOWN])
+            message += f" And {len(missing) - _SHOWN} more." if len(missing) > _SHOWN else ""
             first = next(iter(missing))
             raise SourceError(message, path=first, looked_for=list(missing)) from missing[first]
         for file in files:
@@ -273,7 +280,7 @@ class _Source:
     def _read(self, file: OpenedFile, target_fd: int | None, progress: _Progress) -> SealedFile:
         expected = self.manifest.entries.get(file.name)
         wants_git = expected is not None and expected.algorithm == "git-sha1"
-        watch = SizeWatch(path=str(file.path), size_bytes=file.size_bytes)
+        watch = HeaderWatch(path=str(file.path), size_bytes=file.size_bytes)
         watches = [watch.add] if file.name.endswith(".safetensors") else []
         digests = copy_hashed(file, target_fd, git_sha1=wants_git, on_chunk=[*watches, progress.add])
         if target_fd is not None:
@@ -284,6 +291,7 @@ class _Source:
             size_bytes=file.size_bytes,
             digests=MappingProxyType(digests),
             link=file.link,
+            header=watch.result() if watches else None,
         )
 
 
