@@ -8,8 +8,8 @@ module keep tensors and submodules from being replaced by assignment. A glance r
 from __future__ import annotations
 
 import copy
-import itertools
 import functools
+import itertools
 import sys
 import warnings
 import weakref
