@@ -24,7 +24,8 @@ from safeload.ambient import plain_tensors
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
 from safeload.errors import ProtectionError, SafeLoadError
-from safeload.examining import examine
+from safeload.examining import Contents, examine
+from safeload.fitting import check_kinds
 from safeload.group import Group, join_group
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, plan, segment_views
@@ -253,15 +254,15 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
 
     sealed = step("seal", read)
     verification = step("verify", lambda: verify(manifest, sealed.digests, mode=request.verify))
-    step("examine", lambda: examine(sealed))
-    module = step("build", lambda: _build(request, sealed))
+    contents = step("examine", lambda: examine(sealed))
+    module = step("build", lambda: _build(request, sealed, contents))
     letter = step("plan", lambda: _write_letter(request, module, sealed, verification))
     return _Loaded(module=module, letter=letter, sealed=sealed) if ranks.is_source else None
 
 
-def _build(request: Request, sealed: SealedCheckpoint) -> nn.Module:
+def _build(request: Request, sealed: SealedCheckpoint, contents: Contents) -> nn.Module:
     with open_folder(sealed) as folder:
-        return build_source(
+        module = build_source(
             request.model_class,
             folder,
             origin=request.origin,
@@ -272,6 +273,8 @@ def _build(request: Request, sealed: SealedCheckpoint) -> nn.Module:
             ignore_unexpected=request.ignore_unexpected,
             model_kwargs=request.model_kwargs,
         )
+    check_kinds(module, contents.tensors, request.origin)
+    return module
 
 
 def _write_letter(request: Request, module: nn.Module, sealed: SealedCheckpoint, verification: Verification) -> _Letter:
