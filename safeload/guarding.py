@@ -8,8 +8,8 @@ module keep tensors and submodules from being replaced by assignment. A glance r
 from __future__ import annotations
 
 import copy
-import itertools
 import functools
+import itertools
 import sys
 import warnings
 import weakref
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules import module as nn_module
 
 from safeload.errors import ProtectionError, TowerChangedError
-from safeload.keeping import Kept, Protection, mend, overwritten, untouched
+from safeload.keeping import Kept, Protection, altered, mend, overwritten, untouched
 from safeload.marking import release, spare_from_ddp
 from safeload.moving import move
 from safeload.shielding import shielded
@@ -249,11 +249,7 @@ def glance(protection: Protection) -> None:
     if trainable:
         _warn(protection, f"{len(trainable)} of its parameters had been made trainable and were frozen again")
     changes = overwritten(protection, depth="glimpse" if protection.armed else "versions")
-    changes |= {
-        kept.name: "replaced by a " + type(present).__name__
-        for kept in protection.kept
-        if (present := kept.table.get(kept.key)) is not kept.tensor
-    }
+    changes |= {kept.name: how for kept in protection.kept if (how := altered(kept)) is not None}
     if changes:
         listed = "; ".join(f"{name}: {how}" for name, how in sorted(changes.items()))
         raise TowerChangedError(
@@ -417,9 +413,9 @@ def guard(module: nn.Module, protection: Protection) -> None:
     module.__dict__[_RECORD] = protection
     module.__dict__[_NUMBER] = number = next(_NUMBERS)
     _NUMBERED[number] = protection
-    original = type(module)
-    module.__class__ = _guarded_class(original)
-    protection.parts = tuple((part, type(module) if kind is original else kind) for part, kind in protection.parts)
+    module.__class__ = _guarded_class(type(module))
+    root, *rest = protection.parts
+    protection.parts = ((*root[:2], type(module)), *rest)
     _drop_hook(module)  # a copy and an unpickled tower bring theirs
     module.register_forward_pre_hook(_before_forward)
 

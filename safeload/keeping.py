@@ -19,7 +19,7 @@ from safeload.errors import ProtectionError
 from safeload.fingerprinting import fingerprint, glimpse
 from safeload.marking import release
 
-__all__ = ["Kept", "Protection", "keep", "mend", "overwritten", "rebase", "untouched"]
+__all__ = ["Kept", "Protection", "altered", "is_mendable", "keep", "mend", "overwritten", "rebase", "untouched"]
 
 _TABLES: Final = {"parameter": "_parameters", "buffer": "_buffers"}
 _PLAIN: Final = (torch.Tensor, nn.Parameter)
@@ -60,7 +60,7 @@ class Protection:
     name: str
     origin: str
     kept: tuple[Kept, ...]
-    parts: tuple[tuple[weakref.ref[nn.Module], type[nn.Module]], ...]
+    parts: tuple[tuple[str, weakref.ref[nn.Module], type[nn.Module]], ...]
     report: Any = None
     armed: bool = True
     mended: list[str] = field(default_factory=list)
@@ -153,7 +153,7 @@ def keep(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[str
                     fingerprint=known.get(full) or fingerprint(tensor),
                 )
             )
-    parts = tuple((weakref.ref(part), type(part)) for part in module.modules())
+    parts = tuple((path, weakref.ref(part), type(part)) for path, part in module.named_modules())
     protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=parts)
     _take_glimpses(protection)
     return protection
@@ -164,36 +164,66 @@ def _take_glimpses(protection: Protection) -> None:
         kept.glimpse = seen
 
 
-def _differs(kept: Kept) -> str | None:
-    """Say how the tensor that hangs in the module differs from the verified one in form, or None."""
+def _form(kept: Kept) -> str | None:
+    """Say how the tensor's form differs from that of the verified one, or None."""
     tensor, verified = kept.tensor, kept.verified
-    if tensor.data_ptr() == verified.data_ptr() and tensor.dtype == verified.dtype and tensor.shape == verified.shape:
-        return None if tensor.stride() == verified.stride() else "its strides were changed"
     if tensor.device != verified.device:
         return f"moved to {tensor.device}"
     if tensor.dtype != verified.dtype:
-        return f"cast to {tensor.dtype}"
+        return f"cast to {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.numel() != verified.numel():
         return f"emptied or resized to {list(tensor.shape)}"
-    return "given other storage"
+    if tensor.data_ptr() != verified.data_ptr():
+        return "given other storage"
+    return "its strides were changed" if tensor.stride() != verified.stride() else None
+
+
+def _presence(kept: Kept) -> str | None:
+    """Say whether another object hangs in the tensor's place, or None."""
+    present = kept.table.get(kept.key)
+    if present is kept.tensor:
+        return None
+    if present is None:
+        return "removed" if kept.owner() is not None else "its module is gone"
+    if type(present) in _PLAIN:
+        return "replaced"
+    return f"replaced by a {type(present).__name__}" + (" (sharded)" if type(present).__name__ == "DTensor" else "")
+
+
+def altered(kept: Kept) -> str | None:
+    """Say what happened to a tensor's place, form and freedom from gradients, without looking at its values.
+
+    Args:
+        kept: The record of the tensor.
+
+    Returns:
+        For instance "replaced" or "cast to float16, made trainable"; None where nothing happened.
+    """
+    trainable = "made trainable" if kept.tensor.requires_grad else None
+    happened = [what for what in (_presence(kept), _form(kept), trainable) if what]
+    return ", ".join(happened) or None
+
+
+def is_mendable(kept: Kept) -> bool:
+    """Say whether the tensor's place may be written to: not where its module is gone or it was sharded by somebody.
+
+    Args:
+        kept: The record of the tensor.
+    """
+    present = kept.table.get(kept.key)
+    return kept.owner() is not None and (present is None or type(present) in _PLAIN)
 
 
 def _mend_one(kept: Kept) -> str | None:
-    """Put one tensor back; say what had happened to it, or None when nothing had."""
-    table, happened = kept.table, None
-    present = table.get(kept.key)
-    if present is not kept.tensor:
-        if present is not None and type(present) not in _PLAIN:
-            return None  # sharded behind our back: `describe` names it, nothing here may fight the owner
-        happened = "removed" if present is None else "replaced"
-        table[kept.key] = kept.tensor
-    how = _differs(kept)
-    if how is not None:
+    """Put one tensor back; say what had happened to it, or None when nothing had or it can't be put back."""
+    happened = altered(kept)
+    if happened is None or not is_mendable(kept):
+        return None
+    kept.table[kept.key] = kept.tensor
+    if _form(kept) is not None:
         kept.tensor.data = kept.verified
-        happened = f"{happened}, {how}" if happened else how
     if kept.tensor.requires_grad:
         kept.tensor.requires_grad_(False)
-        happened = f"{happened}, made trainable" if happened else "made trainable"
     return happened
 
 
@@ -214,7 +244,7 @@ def untouched(protection: Protection) -> bool:
             or version_of(tensor) != kept.version
         ):
             return False
-    for reference, kind in protection.parts:
+    for _, reference, kind in protection.parts:
         part = reference()
         if part is None or part.training or type(part) is not kind:
             return False
@@ -232,7 +262,7 @@ def mend(protection: Protection) -> dict[str, str]:
         What had happened, by tensor name; empty when nothing had.
     """
     happened = {kept.name: how for kept in protection.kept if (how := _mend_one(kept)) is not None}
-    for reference, _ in protection.parts:
+    for _, reference, _ in protection.parts:
         part = reference()
         if part is not None:
             part.training = False

@@ -88,7 +88,9 @@ def release(part: nn.Module) -> None:
     Args:
         part: A module of a tower. Hooks of anyone else stay.
     """
-    for number in [n for name in _HOOK_TABLES[::2] for n, hook in getattr(part, name).items() if _comes_from_fsdp(hook)]:
+    for number in [
+        n for name in _HOOK_TABLES[::2] for n, hook in getattr(part, name).items() if _comes_from_fsdp(hook)
+    ]:
         for name in _HOOK_TABLES:
             getattr(part, name).pop(number, None)
     if isinstance(part, FSDPModule):
