@@ -21,7 +21,8 @@ from torch import nn
 
 from safeload.errors import ProtectionError, TowerChangedError
 from safeload.group import join_group
-from safeload.keeping import Protection, altered, mend, overwritten
+from safeload.keeping import Protection
+from safeload.mending import altered, mend, overwritten
 from safeload.protecting import frozen_towers, tower_state
 
 if TYPE_CHECKING:
