@@ -1,0 +1,78 @@
+"""The program `safeload`: options, output and exit status. 0 is good, 1 a check failed, 2 is misuse."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+from safeload.commands import COMMANDS, Command, UsageError
+from safeload.errors import SafeLoadError
+
+__all__ = ["build_parser", "main"]
+
+_CHECK_FAILED: Final = 1
+_MISUSE: Final = 2
+_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the program with all its commands.
+
+    Returns:
+        A parser whose result has the command's module as `command`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="safeload", description="Frozen towers on every rank: read once, verified, sent to all, and left alone."
+    )
+    parser.add_argument("--version", action="version", version=f"safeload {_version()}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        command = cast("Command", importlib.import_module(f"safeload.commands.{name}"))
+        added = command.add_parser(subparsers)
+        added.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+        added.set_defaults(command=command)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Args:
+        argv: Arguments; None is the command line's.
+
+    Returns:
+        The exit status: 0 good, 1 a check failed, 2 misuse, 130 interrupted.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.command.run(args))
+    except UsageError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return _MISUSE
+    except SafeLoadError as error:
+        _print_failure(error, as_json=args.json)
+        return _CHECK_FAILED
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _print_failure(error: SafeLoadError, *, as_json: bool) -> None:
+    if as_json:
+        fields: dict[str, Any] = {"error": error.to_fields()}
+        print(json.dumps(fields, indent=2, default=str))
+    else:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("safeload")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
