@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state_dict
 from safeload.errors import ProtectionError
 from safeload.keeping import Kept, Protection
 
-__all__ = ["answer_checkpoint", "asked_what_to_load", "destination_of", "report_conflicts"]
+__all__ = ["answer_checkpoint", "asked_what_to_load", "brings_the_same", "destination_of", "report_conflicts"]
 
 
 def asked_what_to_load() -> bool:
@@ -58,7 +58,7 @@ def answer_checkpoint(protection: Protection, state_dict: dict[str, Any], prefix
     """
     brought = {key: state_dict.pop(key) for key in [key for key in state_dict if key.startswith(prefix)]}
     persistent = {prefix + kept.name: kept for kept in protection.kept if kept.persistent}
-    conflicts = sorted(key for key, value in brought.items() if not _brings_the_same(persistent.get(key), value))
+    conflicts = sorted(key for key, value in brought.items() if not brings_the_same(persistent.get(key), value))
     state_dict.update({key: kept.tensor for key, kept in persistent.items()})
     if conflicts:
         report_conflicts(protection, conflicts, refuse=not prefix)
@@ -86,7 +86,13 @@ def report_conflicts(protection: Protection, conflicts: list[str], *, refuse: bo
     warnings.warn(message, stacklevel=5)
 
 
-def _brings_the_same(kept: Kept | None, value: Any) -> bool:
+def brings_the_same(kept: Kept | None, value: Any) -> bool:
+    """Say whether a value of a checkpoint is the tower's own, in dtype and every bit.
+
+    Args:
+        kept: The tower's record of the tensor; None where it has no such tensor.
+        value: What the checkpoint has.
+    """
     if kept is None:
         return False
     if value is kept.tensor:

@@ -24,6 +24,7 @@ from safeload.listening import listen, place_part, remove_part
 from safeload.marking import release
 from safeload.mending import mend, overwritten
 from safeload.moving import move
+from safeload.noticing import notice_outer_checkpoint
 from safeload.shielding import shielded
 
 __all__ = ["Guarded", "guard", "original_class", "unguard"]
@@ -63,7 +64,9 @@ class Guarded(nn.Module):
 
     def train(self, mode: bool = True) -> Any:
         """Stay in evaluation mode: no dropout, no statistics that move."""
-        mend(record_of(self))
+        protection = record_of(self)
+        mend(protection)
+        notice_outer_checkpoint(self, protection)
         return super().train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
