@@ -24,7 +24,7 @@ from safeload.marking import spare_from_ddp
 from safeload.moving import move
 from safeload.shielding import shielded
 
-__all__ = ["Guarded", "guard", "original_class", "unguard"]
+__all__ = ["Guarded", "guard", "original_class", "record_of", "unguard"]
 
 _RECORD: Final = "_safeload_protection"
 _PART: Final = "_safeload_part"
