@@ -24,12 +24,15 @@ from safeload.errors import (
 
 __all__ = [
     "CheckpointError",
+    "GradientReport",
     "GroupError",
     "IntegrityError",
     "LoadReport",
     "MismatchedCallError",
     "PeerError",
     "PrecisionError",
+    "PrecisionReport",
+    "PrecisionWarning",
     "ProtectionError",
     "RankReport",
     "SafeLoadError",
@@ -37,25 +40,38 @@ __all__ = [
     "TowerChangedError",
     "UnsafeFormatError",
     "UnverifiedError",
+    "check_precision",
     "frozen_towers",
+    "gradient_report",
     "load_report",
     "safe_from_pretrained",
     "unfreeze",
+    "upcast_trainable",
 ]
 
 if TYPE_CHECKING:
+    from safeload.gradients import GradientReport, gradient_report
     from safeload.loading import load_report, safe_from_pretrained
+    from safeload.precision import PrecisionWarning, check_precision
     from safeload.protecting import frozen_towers, unfreeze
     from safeload.reporting import LoadReport, RankReport
+    from safeload.ruling import PrecisionReport
+    from safeload.upcasting import upcast_trainable
 else:
     # Looked up when first used, so that `safeload --help` need not import torch; type checkers see the lines above.
     _HOMES = {
+        "GradientReport": "gradients",
         "LoadReport": "reporting",
+        "PrecisionReport": "ruling",
+        "PrecisionWarning": "precision",
         "RankReport": "reporting",
+        "check_precision": "precision",
         "frozen_towers": "protecting",
+        "gradient_report": "gradients",
         "load_report": "loading",
         "safe_from_pretrained": "loading",
         "unfreeze": "protecting",
+        "upcast_trainable": "upcasting",
     }
 
     def __getattr__(name: str) -> object:

@@ -16,40 +16,26 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
-from safeload import statements
+from safeload import clearing, statements
+from safeload.blaming import Scene, blame_peers, blame_silence, blame_trouble
 from safeload.errors import SafeLoadError
 from safeload.signalling import ControlLine, StoreLost, T, wait_for_keys
 from safeload.statements import Failure, failure_bytes, is_failure, payload_bytes
-from safeload.watching import Identity, Watch
+from safeload.watching import Identity, Seat, Watch
 from safeload.wiring import Store
 
-__all__ = ["Call", "Seat"]
+__all__ = ["Call"]
 
-_GRACE_S: Final = 1.0  # from the first trouble to the verdict: lets the others say theirs, for one choice of the error
+_GRACE_S: Final = 0.5  # from the first trouble to the verdict: lets the others say theirs, for one choice of the error
 _STUCK_GRACE_S: Final = 7.5  # a transfer broke off and nobody is known to be lost yet
 _MARGIN_S: Final = 2.0  # how much longer than the judge the others wait, so that its verdict comes first
 _LINGER_S: Final = 4.0  # how long a rank that leaves waits for the others to have read: its process may host the store
 
 Decide = Callable[[tuple[bytes, ...]], bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """This process's place in a call."""
-
-    rank: int
-    global_ranks: tuple[int, ...]
-    identity: Identity
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-        return len(self.global_ranks)
 
 
 class Call:
@@ -103,6 +89,7 @@ class Call:
         """Make the source the judge, once every rank is there, and start the clock again."""
         self._judge = source_rank
         self.watch.follow(range(self.seat.size) if self.judges else [source_rank], neighbour=neighbour)
+        self._ask(lambda store: self.watch.learn(store, {0, source_rank}))
         self._deadline = time.monotonic() + self._timeout_s
 
     def begin(self, stage: str, *, draining: bool = False) -> None:
@@ -128,7 +115,9 @@ class Call:
         self._state(statement, stuck=stuck)
         payload = self._conclude(functools.partial(self._collect, decide), cause)
         if self.judges:
-            self._ask(functools.partial(self._sweep, first=self._gathered, last=self._index - 1))
+            first, last, count = self._gathered, self._index - 1, self._go_count
+            sweep = functools.partial(clearing.sweep, size=self.seat.size, first=first, last=last, go_count=count)
+            self._ask(sweep)
         self._gathered = self._index - 1
         return payload
 
@@ -172,7 +161,7 @@ class Call:
         key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
         self._waiting = True
         try:
-            while not self._ask(lambda store: wait_for_keys(store, [key])):
+            while not self._arrived([key]):
                 verdict = self._ask(self._look)
                 if verdict is not None:
                     raise self._failed(verdict, None)
@@ -193,6 +182,9 @@ class Call:
         self._waiting = False
         return statements.payload_of(verdict)
 
+    def _arrived(self, keys: list[str]) -> bool:
+        return self._ask(functools.partial(wait_for_keys, keys=keys, members=self.seat.size))
+
     def _state(self, statement: bytes, *, stuck: bool = False) -> None:
         def tell(store: Store) -> None:
             store.set(f"s/{self._index}/{self.seat.rank}", statement)
@@ -204,7 +196,7 @@ class Call:
     def _collect(self, decide: Decide) -> bytes | None:
         """Wait for every rank's statement; None when the call failed instead, and `_await_verdict` has the verdict."""
         keys = [f"s/{self._index}/{rank}" for rank in range(self.seat.size)]
-        while not self._ask(lambda store: wait_for_keys(store, keys)):
+        while not self._arrived(keys):
             if self._ask(self._look) is not None:
                 return None
         stated = self._ask(lambda store: store.multi_get(keys))
@@ -218,7 +210,7 @@ class Call:
 
     def _await_verdict(self) -> bytes:
         key = f"v/{self._index}"
-        while not self._ask(lambda store: wait_for_keys(store, [key])):
+        while not self._arrived([key]):
             verdict = self._ask(self._look)
             if verdict is not None:
                 return verdict
@@ -263,40 +255,20 @@ class Call:
         grace_s = _STUCK_GRACE_S if unexplained else _GRACE_S
         grace_over = self._trouble_since is not None and now - self._trouble_since >= grace_s
         if grace_over and (self.watch.lost or flag == b"stuck" or not self._draining):
-            return self._judge_trouble(store)
+            return blame_trouble(store, self._scene())
         if now >= self._deadline + (0 if self.judges else _MARGIN_S):
-            return self._judge_silence(store)
+            return blame_silence(store, self._scene())
         return None
 
-    def _judge_trouble(self, store: Store) -> Failure:
-        failures = {}
-        for rank in range(self.seat.size):
-            key = f"s/{self._index}/{rank}"
-            if store.check([key]) and is_failure(raw := store.get(key)):
-                failures[rank] = json.loads(raw[1:])
-        lost = sorted(self.watch.lost)
-        if lost:  # explains the transfers that broke off
-            failures = {rank: failure for rank, failure in failures.items() if not failure.get("stuck")}
-        for rank in lost:
-            failures.setdefault(rank, self._peers({rank: self.watch.lost[rank]}))
-        if not failures:  # flagged in a later stage than this rank's: it will be found there
-            failures[self.seat.rank] = self._peers({self.seat.rank: "another rank failed outside of the stages"})
-        return statements.choose(failures, stage=self._stage) | {"lost": lost}
-
-    def _judge_silence(self, store: Store) -> Failure:
-        watched = range(self.seat.size) if self.judges else [self._judge]
-        absent = [rank for rank in watched if not store.check([f"s/{self._index}/{rank}"])]
-        busy = {rank: self.watch.describe(rank) if rank != self.seat.rank else "still at work" for rank in absent}
-        return self._peers(busy, late=True) | {"absent": absent}
-
-    def _peers(self, texts: Mapping[int, str], *, late: bool = False) -> Failure:
-        by_global = {self.seat.global_ranks[rank]: text for rank, text in texts.items()}
-        named = "; ".join(f"rank {rank} {text}" for rank, text in sorted(by_global.items()))
-        limit = f"within {self._timeout_s:g} s (the `timeout` of the call) " if late else ""
-        what = f"stage {self._stage!r} did not end {limit}on all {self.seat.size} ranks: {named}"
-        advice = "; every rank of the group must make the same calls in the same order" if late else ""
-        first = self.watch.known.get(min(texts, default=-1))
-        return statements.peers_failed(what + advice, by_global, stage=self._stage, host=first.host if first else None)
+    def _scene(self) -> Scene:
+        return Scene(
+            seat=self.seat,
+            watch=self.watch,
+            judge=self._judge,
+            index=self._index,
+            stage=self._stage,
+            timeout_s=self._timeout_s,
+        )
 
     # --- the way out ---
 
@@ -324,46 +296,24 @@ class Call:
         """Leave the call: wait shortly until the others have read the verdict; the last one out clears the store."""
         self._left = True
         with contextlib.suppress(StoreLost):
-            self._line.ask(functools.partial(self._say_goodbye))
+            size, failure = self.seat.size, self._gone
+            self._line.ask(functools.partial(clearing.say_goodbye, size=size, failure=failure))
             until = time.monotonic() + _LINGER_S
-            while not self._line.ask(lambda store: wait_for_keys(store, ["all-bye"])) and time.monotonic() < until:
+            gone = functools.partial(wait_for_keys, keys=["all-bye"], members=self.seat.size)
+            while not self._line.ask(gone) and time.monotonic() < until:
                 pass
-            self._line.ask(self._go)
+            stages, count = (self._gathered, self._index), self._go_count
+            go = functools.partial(clearing.go, size=size, failure=failure, stages=stages, go_count=count)
+            self._line.ask(go)
         self._line.close()
-
-    def _say_goodbye(self, store: Store) -> None:
-        here = self.seat.size - len(self._gone.get("lost", ())) - len(self._gone.get("absent", ()))
-        if store.add("bye", 1) >= here:
-            store.set("all-bye", "1")
-
-    def _go(self, store: Store) -> None:
-        for count in range(self._go_count + 1):
-            store.delete_key(f"go/{self._index}/{count}")
-        if store.add("gone", 1) == self.seat.size - len(self._gone.get("lost", ())):
-            self._clear(store)
-
-    def _clear(self, store: Store) -> None:
-        self._sweep(store, first=self._gathered, last=self._index)
-        keys = [f"{kind}/{rank}" for kind in ("id", "beat") for rank in range(self.seat.size)]
-        for key in [*keys, f"v/{self._index}", "bye", "all-bye", "gone", "flag"]:
-            store.delete_key(key)
-
-    def _sweep(self, store: Store, *, first: int, last: int) -> None:
-        """Delete the keys of these stages, but for the last one's verdict, which not every rank may have read."""
-        for index in range(first, last + 1):
-            for rank in range(self.seat.size):
-                store.delete_key(f"s/{index}/{rank}")
-            for count in range(self._go_count):
-                store.delete_key(f"go/{index}/{count}")
-            if index < last:
-                store.delete_key(f"v/{index}")
 
     def _ask(self, operation: Callable[[Store], T]) -> T:
         try:
             return self._line.ask(operation)
         except StoreLost as error:
             texts = self.watch.find_ended() or {self._judge: "cut off, or its process has ended"}
-            failure = self._peers({rank: f"{text}; the store does not answer: {error}" for rank, text in texts.items()})
+            said = {rank: f"{text}; the store does not answer: {error}" for rank, text in texts.items()}
+            failure = blame_peers(self._scene(), said)
             self._gone = failure | {"lost": list(range(self.seat.size))}
             self.agreed = statements.rebuild(failure, error)
             raise self.agreed from error

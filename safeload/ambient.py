@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.nn.init
 
-__all__ = ["clean_contexts", "pristine"]
+__all__ = ["clean_contexts", "plain_tensors", "pristine"]
 
 # With both set, transformers and accelerate take every rank but the first for one that need not be filled.
 _FSDP_ENVIRONMENT: Final = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -153,9 +153,21 @@ def clean_contexts(*, device: torch.device, dtype: torch.dtype = torch.float32) 
         _plain_environment(),
         _outside_zero_init(),
         _original_functions(),
-        torch.inference_mode(mode=False),
         torch.autocast("cpu", enabled=False),
         _default_dtype(dtype),
-        torch.device(device),
+        plain_tensors(device),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def plain_tensors(device: torch.device) -> Iterator[None]:
+    """Make ordinary tensors on `device` inside, whatever device context or inference mode surrounds the caller.
+
+    Args:
+        device: The device that tensors are made on.
+
+    Ranks: local.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad(), torch.device(device):
         yield

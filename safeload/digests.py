@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-from safeload.errors import IntegrityError
-
-__all__ = ["Digest", "Manifest", "Provenance", "Verification", "digest_of_all", "digest_of_etag", "require_covered"]
+__all__ = ["Digest", "Manifest", "Provenance", "Verification", "digest_of_all", "digest_of_etag"]
 
 Provenance = Literal["pinned", "hub", "cache", "local", "none"]
 
@@ -94,24 +92,3 @@ def digest_of_all(sha256_by_name: Mapping[str, str]) -> str:
     """
     lines = sorted(f"{digest}  {name}\n" for name, digest in sha256_by_name.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def require_covered(manifest: Manifest, names: Iterable[str]) -> None:
-    """Refuse files that a manifest does not name: a load opens nothing else.
-
-    Args:
-        manifest: One that names no file at all covers everything, as nobody vouches for anything.
-        names: The files that the load needs, relative to the manifest's folder.
-
-    Raises:
-        IntegrityError: The manifest names other files but not these.
-    """
-    uncovered = [name for name in names if name not in manifest.entries]
-    if manifest.entries and uncovered:
-        raise IntegrityError(
-            f"{manifest.folder}: the load needs {', '.join(uncovered)}, not named by {manifest.source}. Make a lock "
-            "that names all files (safeload lock), or remove what does not belong there.",
-            path=str(manifest.folder / uncovered[0]),
-            algorithm="sha256",
-            provenance=manifest.provenance,
-        )

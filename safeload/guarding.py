@@ -9,26 +9,34 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules import module as nn_module
 
 from safeload.errors import ProtectionError, TowerChangedError
 from safeload.keeping import Kept, Protection, mend, overwritten, untouched
-from safeload.marking import spare_from_ddp
+from safeload.marking import release, spare_from_ddp
 from safeload.moving import move
 from safeload.shielding import shielded
 
 __all__ = ["Guarded", "guard", "original_class", "record_of", "unguard"]
 
 _RECORD: Final = "_safeload_protection"
+_NUMBER: Final = "_safeload_number"
 _PART: Final = "_safeload_part"
 _FLAG: Final = "_is_hf_initialized"  # transformers initialises no module and no tensor that carries it
+_NUMBERS: Final = itertools.count()
+_NUMBERED: Final[weakref.WeakValueDictionary[int, Protection]] = weakref.WeakValueDictionary()
 _CLASSES: Final[dict[type[nn.Module], type[nn.Module]]] = {}  # towers of one class share one guarded class
 
 
@@ -36,6 +44,14 @@ class Guarded(nn.Module):
     """What the subclass of every protected tower adds to the tower's own class."""
 
     _safeload_original: type[nn.Module]
+    _safeload_number: int
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse the class that `fully_shard` gives: with it come hooks that cast the tower's inputs."""
+        if name == "__class__" and issubclass(value, FSDPModule):
+            release(self)
+            return
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow a move to another real device, as one move of the verified values. Casts and moves to meta pass by."""
@@ -85,6 +101,24 @@ class Guarded(nn.Module):
         _answer_checkpoint(protection, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Name the children; to a distributed state dict that is loaded a tower has none."""
+        return iter(()) if _asked_what_to_load() else super().named_children()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name the parameters; to a distributed state dict that is loaded a tower has none."""
+        hidden = not recurse and _asked_what_to_load()
+        return iter(()) if hidden else super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name the buffers; to a distributed state dict that is loaded a tower has none."""
+        hidden = not recurse and _asked_what_to_load()
+        return iter(()) if hidden else super().named_buffers(prefix, recurse, remove_duplicate)
+
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Initialise nothing: an outer `from_pretrained` of transformers calls this for every module of the tower."""
 
@@ -118,6 +152,19 @@ def original_class(tower: Any) -> type[nn.Module]:
     """Return the class a protected tower had before, and has again when it is unfrozen."""
     original: type[nn.Module] = type(tower)._safeload_original
     return original
+
+
+def _asked_what_to_load() -> bool:
+    """Say whether `torch.distributed.checkpoint` asks, about to load: it walks modules by itself, past `state_dict()`.
+
+    It would demand the tower's keys, which no state dict has. The names in it are private and looked at here only.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or frame.f_globals.get("__name__") != dcp_state_dict.__name__:
+        return False
+    while frame is not None and frame.f_code.co_name in ("recurse", "_iterate_valid_model_state"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_load_model_state_dict"
 
 
 def _warn(protection: Protection, what: str) -> None:
@@ -164,9 +211,7 @@ def _brings_the_same(kept: Kept | None, value: Any) -> bool:
 def _protect_again(twin: nn.Module, name: str, origin: str, fingerprints: dict[str, str], report: Any) -> nn.Module:
     from safeload.protecting import protect
 
-    protect(twin, name=name, origin=origin, fingerprints=fingerprints)
-    record_of(twin).report = report
-    return twin
+    return protect(twin, name=name, origin=origin, fingerprints=fingerprints, report=report)
 
 
 def _blank(original: type[nn.Module]) -> nn.Module:
@@ -220,15 +265,21 @@ def glance(protection: Protection) -> None:
     protection.armed = False
 
 
-def _before_forward(tower: nn.Module, args: Any) -> None:
+def _before_forward(tower: Guarded, args: Any) -> None:
     if torch.compiler.is_compiling():
-        _glance_while_tracing(tower)
+        _glance_while_tracing(tower._safeload_number)
+        any(parameter.requires_grad for parameter in tower.parameters())  # read it: traced again when one changes
     else:
         glance(record_of(tower))
 
 
-def _glance_while_tracing(tower: nn.Module) -> None:
-    """Leave no trace in a compiled graph."""
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _glance_while_tracing(number: int) -> bool:
+    """Glance when a compiler traces the forward, and so before it first runs; nothing of it is left in the graph."""
+    protection = _NUMBERED.get(number)
+    if protection is not None:
+        glance(protection)
+    return True
 
 
 def _guarded_class(original: type[nn.Module]) -> type[nn.Module]:
@@ -301,16 +352,39 @@ def _on_buffer(module: nn.Module, key: str, value: Any) -> Any:
     return _on_tensor(module, key, value)
 
 
+def _only_wraps(value: Any, present: nn.Module) -> bool:
+    """Say whether a module adds no tensors to the one that it holds, as activation checkpointing and compiling do."""
+    if not isinstance(value, nn.Module) or not any(child is present for child in value.children()):
+        return False
+    own = {id(tensor) for tensor in (*present.parameters(), *present.buffers())}
+    return all(id(tensor) in own for tensor in (*value.parameters(), *value.buffers()))
+
+
+def _look_again(wrapper: nn.Module, module: nn.Module) -> None:
+    """Have the towers in a module looked at before their next forward: FSDP has put hooks on them."""
+    if isinstance(wrapper, FullyShardedDataParallel):
+        for tower in module.modules():
+            if isinstance(tower, Guarded):
+                record_of(tower).armed = True
+
+
 def _on_module(module: nn.Module, key: str, value: Any) -> Any:
-    """Answer torch when a module takes another in: the tower's own modules stay, and DDP is told of the towers."""
+    """Answer torch when a module takes another in: the tower's own modules stay, and DDP is told of the towers.
+
+    A wrapper without tensors of its own is left out in silence: checkpointing a frozen layer changes no value.
+    """
     found = _part_of(module)
     if found is None:
         if isinstance(value, nn.Module):
             spare_from_ddp(module, value, Guarded)
+            _look_again(module, value)
         return None
     protection, path = found
-    if value is module._modules.get(key):
+    present = module._modules.get(key)
+    if value is present:
         return None
+    if present is not None and _only_wraps(value, present):
+        return present
     name = f"{path}.{key}" if path else key
     raise ProtectionError(
         f"tower {protection.name!r} is protected: its module {name!r} would be replaced by a {type(value).__name__}. "
@@ -341,7 +415,11 @@ def guard(module: nn.Module, protection: Protection) -> None:
     for kept in protection.kept:
         setattr(kept.tensor, _FLAG, True)
     module.__dict__[_RECORD] = protection
-    module.__class__ = _guarded_class(type(module))
+    module.__dict__[_NUMBER] = number = next(_NUMBERS)
+    _NUMBERED[number] = protection
+    original = type(module)
+    module.__class__ = _guarded_class(original)
+    protection.parts = tuple((part, type(module) if kind is original else kind) for part, kind in protection.parts)
     _drop_hook(module)  # a copy and an unpickled tower bring theirs
     module.register_forward_pre_hook(_before_forward)
 
@@ -357,7 +435,7 @@ def unguard(module: nn.Module) -> Protection:
     """
     protection = record_of(module)
     module.__class__ = original_class(module)
-    del module.__dict__[_RECORD]
+    del module.__dict__[_RECORD], module.__dict__[_NUMBER]
     for part in module.modules():
         part.__dict__.pop(_PART, None)
     _drop_hook(module)

@@ -20,6 +20,7 @@ __all__ = [
     "DTYPE_BITS",
     "MAX_HEADER_BYTES",
     "Header",
+    "SizeWatch",
     "TensorEntry",
     "parse_header",
     "parse_header_size",
@@ -56,6 +57,7 @@ DTYPE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 
 _AGAIN: Final = " Download it again."
 _LENGTH_BYTES: Final = 8
+_PATIENCE_BYTES: Final = 64 * 1024**3  # more than any published file of weights
 _MAX_DIMENSIONS: Final = 64
 _TENSOR_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -154,6 +156,49 @@ def parse_header(raw: bytes, *, path: str, size_bytes: int) -> Header:
     )
 
 
+class SizeWatch:
+    """Looks at the first bytes of a safetensors file while it is read, to give up on one of the wrong size at once.
+
+    A file that is cut short, or made endless, is refused before the rest of it is read. All other faults wait for the
+    digests: bytes that are not the expected ones are an integrity failure, not a malformed file.
+    """
+
+    def __init__(self, *, path: str, size_bytes: int) -> None:
+        """Watch the file of this name and size."""
+        self._path, self._size_bytes = path, size_bytes
+        self._start = bytearray()
+        self._wanted_bytes = _LENGTH_BYTES
+
+    def add(self, chunk: memoryview) -> None:
+        """Take the next bytes of the file.
+
+        Args:
+            chunk: They are copied only as far as the header goes.
+
+        Raises:
+            CheckpointError: The file is shorter or longer than its header says, or is something else altogether.
+        """
+        if len(self._start) >= self._wanted_bytes:
+            return
+        if not self._start:
+            length = parse_header_size(bytes(chunk[:512]), path=self._path, size_bytes=self._size_bytes)
+            self._wanted_bytes = _LENGTH_BYTES + length
+        self._start += chunk[: self._wanted_bytes - len(self._start)]
+        if len(self._start) == self._wanted_bytes:
+            self._check()
+
+    def _check(self) -> None:
+        try:
+            header = parse_json(bytes(self._start[_LENGTH_BYTES:]), path=self._path)
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (CheckpointError, TypeError, KeyError, IndexError):
+            ends = None
+        if ends is not None and _are_sizes(ends):
+            _check_end(max(ends, default=0), path=self._path, data_bytes=self._size_bytes - self._wanted_bytes)
+        elif self._size_bytes > _PATIENCE_BYTES:
+            raise CheckpointError(f"{self._path}: {self._size_bytes} bytes and a malformed header.", path=self._path)
+
+
 def _entry(name: str, entry: object, path: str) -> TensorEntry:
     if not isinstance(entry, dict) or set(entry) != _TENSOR_KEYS or not is_text(name):
         raise CheckpointError(
@@ -182,6 +227,10 @@ def _check_cover(tensors: list[TensorEntry], *, path: str, data_bytes: int) -> N
             what = "a hole before" if tensor.begin > position else "an overlap with"
             raise CheckpointError(f"{path}: {what} tensor {tensor.name!r} in the data.", path=path)
         position = tensor.end
+    _check_end(position, path=path, data_bytes=data_bytes)
+
+
+def _check_end(position: int, *, path: str, data_bytes: int) -> None:
     if position != data_bytes:
         what = "truncated" if position > data_bytes else "trailing bytes after the last tensor"
         raise CheckpointError(

@@ -33,6 +33,7 @@ __all__ = [
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 # By name, as huggingface_hub 0.x raises those of requests and 1.x and 2.x those of httpx.
 _OUTAGES: Final = {"ConnectionError", "TransportError", "Timeout", "OfflineModeIsEnabled"}
+_ANSWER_S: Final = 10.0  # what the client itself allows by default
 _REPO_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -134,20 +135,28 @@ def locate(repo: Repo, *, small: Sequence[str]) -> Snapshot:
     Raises:
         SourceError: No such repository or revision, no access, or no connection and nothing cached.
     """
+    from huggingface_hub import HfApi
+
+    try:
+        # The other calls of the client retry for half a minute, or go on with the cache without a word.
+        with _translated(repo):
+            HfApi(token=repo.token).model_info(repo.repo_id, revision=repo.revision, timeout=_ANSWER_S)
+    except SourceError as error:
+        if not _is_outage(error.__cause__):
+            raise
+        return _cached_instead(repo, error)
     with _translated(repo):
         folder = _download(repo, small)
-    snapshot = Snapshot(folder=folder, commit=folder.name, listing=None)
+    return Snapshot(folder=folder, commit=folder.name, listing=list_digests(repo, folder.name))
+
+
+def _cached_instead(repo: Repo, outage: SourceError) -> Snapshot:
     try:
-        with _translated(repo):
-            return replace(snapshot, listing=list_digests(repo, folder.name))
-    except SourceError as error:
-        if not _is_outage(error.__cause__) or not folder.is_dir():
-            raise
-        warnings.warn(
-            f"{repo.repo_id}: the Hub cannot be reached; using commit {folder.name} of the cache. {_first_line(error)}",
-            stacklevel=2,
-        )
-        return snapshot
+        cached = find_cached(repo)
+    except SourceError:
+        raise outage from outage.__cause__
+    warnings.warn(f"{outage.message} Using commit {cached.commit} of the cache.", stacklevel=2)
+    return cached
 
 
 def fetch(repo: Repo, commit: str, names: Sequence[str]) -> None:
@@ -244,7 +253,7 @@ def _explain(error: Exception, repo: Repo) -> str:
         "EntryNotFoundError": "no such file.",
         "HFValidationError": "neither a folder nor a valid repository id.",
         "OfflineModeIsEnabled": "not in the cache, and HF_HUB_OFFLINE is set.",
-        "LocalEntryNotFoundError": "the Hub cannot be reached, and the cache does not have it.",
+        "LocalEntryNotFoundError": "the Hub did not give it, and the cache does not have it.",
     }
     for kind in type(error).__mro__:
         if kind.__name__ in advice:

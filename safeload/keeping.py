@@ -17,6 +17,7 @@ from torch import nn
 
 from safeload.errors import ProtectionError
 from safeload.fingerprinting import fingerprint, glimpse
+from safeload.marking import release
 
 __all__ = ["Kept", "Protection", "keep", "mend", "overwritten", "rebase", "untouched"]
 
@@ -48,7 +49,7 @@ class Kept:
         return {} if owner is None else getattr(owner, _TABLES[self.kind])
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Protection:
     """All that is known of one protected tower. It refers to tensors, never to modules: no cycle keeps a tower alive.
 
@@ -59,7 +60,7 @@ class Protection:
     name: str
     origin: str
     kept: tuple[Kept, ...]
-    modules: tuple[tuple[str, weakref.ref[nn.Module]], ...]
+    parts: tuple[tuple[weakref.ref[nn.Module], type[nn.Module]], ...]
     report: Any = None
     armed: bool = True
     mended: list[str] = field(default_factory=list)
@@ -152,8 +153,8 @@ def keep(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[str
                     fingerprint=known.get(full) or fingerprint(tensor),
                 )
             )
-    modules = tuple((path, weakref.ref(part)) for path, part in module.named_modules())
-    protection = Protection(name=name, origin=origin, kept=tuple(kept), modules=modules)
+    parts = tuple((weakref.ref(part), type(part)) for part in module.modules())
+    protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=parts)
     _take_glimpses(protection)
     return protection
 
@@ -213,7 +214,11 @@ def untouched(protection: Protection) -> bool:
             or version_of(tensor) != kept.version
         ):
             return False
-    return not any(part.training for _, reference in protection.modules if (part := reference()) is not None)
+    for reference, kind in protection.parts:
+        part = reference()
+        if part is None or part.training or type(part) is not kind:
+            return False
+    return True
 
 
 @torch.no_grad()
@@ -227,10 +232,11 @@ def mend(protection: Protection) -> dict[str, str]:
         What had happened, by tensor name; empty when nothing had.
     """
     happened = {kept.name: how for kept in protection.kept if (how := _mend_one(kept)) is not None}
-    for _, reference in protection.modules:
+    for reference, _ in protection.parts:
         part = reference()
-        if part is not None and part.training:
+        if part is not None:
             part.training = False
+            release(part)
     protection.mended.extend(f"{name}: {how}" for name, how in happened.items())
     return happened
 

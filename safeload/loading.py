@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from safeload.ambient import clean_contexts
+from safeload.ambient import plain_tensors
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
 from safeload.errors import ProtectionError, SafeLoadError
@@ -125,7 +125,7 @@ def safe_from_pretrained(
         transport: "broadcast" sends the bytes with torch.distributed to every rank; "auto" chooses.
         memory: "sealed" copies the verified bytes once into memory that nobody can change; "mapped" maps the verified
             file itself, for storage that nobody writes to.
-        timeout: Longest time that a rank waits for the others in one stage.
+        timeout: How long the ranks wait for each other to come, and again for the whole load to end.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
         manifest: A SHA256SUMS file to compare with.
@@ -175,8 +175,8 @@ def safe_from_pretrained(
         model_kwargs=model_kwargs,
     )
     with (
-        clean_contexts(device=_CPU),  # also what is allocated, sent and placed must not land on an outer model's meta
         join_group(group, source_rank=source_rank, timeout=timeout) as ranks,
+        plain_tensors(_CPU),
         ExitStack() as kept,
     ):
         meter, clock = kept.enter_context(MemoryMeter()), StageClock()
@@ -375,7 +375,7 @@ def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, 
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
         tensors=len(specs),
         tower_bytes=letter.load_plan.size_bytes,
-        dtypes=Counter(spec.dtype for spec in specs),
+        dtypes=dict(Counter(spec.dtype for spec in specs)),  # asdict does not copy a Counter rightly
         seconds=dict(clock.seconds),
         ranks=gathered,
         **letter.facts,

@@ -1,8 +1,8 @@
-"""Receive a tower, keep FSDP and DDP away from it.
+"""Receive a tower, keep FSDP and DDP away from it, without a line in the user's code.
 
-Two roads. The first needs no line in the user's code: FSDP1 and FSDP2 both skip a module that another composable API
-has claimed ("replicate"), and that claim is private to torch, so it is read and written in this module alone. The
-second is public: the modules, parameters or pattern that FSDP and Accelerate take as arguments.
+FSDP1 and FSDP2 both skip a module that another composable API has claimed ("replicate"). That claim is private to
+torch, so it is read and written in this module alone. Where a wrap policy matches modules inside a tower, FSDP leaves
+their tensors alone but still adds hooks that cast what goes in and out; `release` takes those off again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,20 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["is_marked", "mark", "spare_from_ddp", "unmark"]
+__all__ = ["is_marked", "mark", "release", "spare_from_ddp", "unmark"]
 
 _CLAIM: Final = "replicate"
+_FSDP: Final = "torch.distributed.fsdp"
+_HOOK_TABLES: Final = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 class _Claims(OrderedDict[str, Any]):
@@ -65,6 +74,37 @@ def unmark(module: nn.Module) -> None:
             claims.pop(_CLAIM, None)
             if not claims:
                 del part.__dict__[key]
+
+
+def _comes_from_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # partial
+    function = getattr(function, "__func__", function)  # bound method
+    return str(getattr(function, "__module__", "")).startswith(_FSDP)
+
+
+def release(part: nn.Module) -> None:
+    """Take off what FSDP put on a module of a tower: its class, its state and the hooks that cast inputs and outputs.
+
+    Args:
+        part: A module of a tower. Hooks of anyone else stay.
+    """
+    for number in [n for name in _HOOK_TABLES[::2] for n, hook in getattr(part, name).items() if _comes_from_fsdp(hook)]:
+        for name in _HOOK_TABLES:
+            getattr(part, name).pop(number, None)
+    if isinstance(part, FSDPModule):
+        part.__class__ = type(part).__bases__[1]
+    if "fully_shard" in part.__dict__.get(_registry_key()[0], {}):
+        _forget_state(part)
+
+
+def _forget_state(part: nn.Module) -> None:
+    """Undo what `fully_shard` wrote down for a module; both places are private to torch and touched here only."""
+    from torch.distributed import _composable_state
+    from torch.distributed._composable.contract import STATE_KEY
+
+    part.__dict__.pop(STATE_KEY, None)
+    part.__dict__[_registry_key()[0]].pop("fully_shard", None)
+    _composable_state._module_state_mapping.pop(part, None)
 
 
 def is_marked(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ stay what was verified; what cannot be prevented is noticed before it is used, a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +20,23 @@ from safeload.marking import mark, unmark
 __all__ = ["frozen_towers", "protect", "tower_state", "unfreeze"]
 
 
-def protect(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[str, str] | None = None) -> nn.Module:
+def protect(
+    module: nn.Module,
+    *,
+    origin: str,
+    name: str = "",
+    fingerprints: Mapping[str, str] | None = None,
+    report: Any = None,
+) -> nn.Module:
     """Freeze a module for good and keep the training stack off it.
 
     Args:
         module: The tower, its verified values in place on a real device.
-        name: What to call it in messages.
         origin: Where it was loaded from.
+        name: What to call it in messages; its class's name unless given.
         fingerprints: `safeload.fingerprinting.fingerprint` of its tensors by name, where the loader knows them already.
             The others are computed here, which reads each tensor once at the speed of memory.
+        report: Whatever the loader wants to find again at `tower_state(tower).report`.
 
     Returns:
         The same object. Its class is now a subclass of the class it had, with the same name.
@@ -35,11 +44,13 @@ def protect(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[
     Raises:
         ProtectionError: It is protected already, or a tensor is sharded, quantised, sparse or on the meta device.
     """
+    name = name or type(module).__name__
     if isinstance(module, Guarded):
         raise ProtectionError(f"tower {name!r} is protected already.", stage="protect", tower=name)
     module.requires_grad_(False)
     module.eval()
     protection = keep(module, name=name, origin=origin, fingerprints=fingerprints)
+    protection.report = report
     guard(module, protection)
     mark(module)
     return module

@@ -11,7 +11,7 @@ import io
 import os
 import stat
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ _BUFFERS: Final = 4
 _LINUX_SEALS: Final = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
 _F_ADD_SEALS: Final = 1033
 
-OnChunk = Callable[[int], None]
+OnChunk = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def freeze(fd: int) -> None:
 
 
 def copy_hashed(
-    source: OpenedFile, target_fd: int | None, *, git_sha1: bool = False, on_chunk: OnChunk | None = None
+    source: OpenedFile, target_fd: int | None, *, git_sha1: bool = False, on_chunk: Sequence[OnChunk] = ()
 ) -> dict[str, str]:
     """Read a file to its end, once; hash each chunk from the buffer from which it is written to the target.
 
@@ -103,7 +103,7 @@ def copy_hashed(
         source: The file, at its beginning.
         target_fd: Where the bytes go; None hashes only.
         git_sha1: Compute git's blob id beside sha256.
-        on_chunk: Called with the size of each chunk. What it raises ends the copy.
+        on_chunk: Called with each chunk, which is only valid meanwhile. What they raise ends the copy.
 
     Returns:
         The digests in hexadecimal by algorithm: "sha256", and "git-sha1" when asked for.
@@ -121,8 +121,8 @@ def copy_hashed(
             _check_size(source, read_bytes, at_end=False)
             hashing.update(chunk)
             _write(target_fd, chunk)
-            if on_chunk is not None:
-                on_chunk(len(chunk))
+            for call in on_chunk:
+                call(chunk)
     _check_size(source, read_bytes, at_end=True)
     return {algorithm: hasher.hexdigest() for algorithm, hasher in hashers.items()}
 

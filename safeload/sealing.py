@@ -22,8 +22,10 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Final, Literal
 
-from safeload.digests import Manifest, digest_of_all, require_covered
+from safeload.comparing import compare, require_covered
+from safeload.digests import Manifest, digest_of_all
 from safeload.errors import IntegrityError, SourceError
+from safeload.headers import SizeWatch
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
 from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular
 from safeload.resolving import Checkpoint, require_known_weights
@@ -156,7 +158,7 @@ def seal(
 
     Raises:
         SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
-        IntegrityError: A size is not the one in the manifest.
+        IntegrityError: A size, or the digest of a small file, is not the one in the manifest.
         CheckpointError: The index or the config is malformed.
 
     Ranks:
@@ -169,6 +171,7 @@ def seal(
         copies = memory == "sealed"
         small = source.read_all(source.open_all((*checkpoint.small, *filter(None, [checkpoint.index]))), copies=copies)
         first = SealedCheckpoint(checkpoint=checkpoint, files=small, index=None, owner=owner)
+        compare(manifest, first.digests)  # before they are interpreted
         if "config.json" in first.names:
             require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
         index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
@@ -270,7 +273,9 @@ class _Source:
     def _read(self, file: OpenedFile, target_fd: int | None, progress: _Progress) -> SealedFile:
         expected = self.manifest.entries.get(file.name)
         wants_git = expected is not None and expected.algorithm == "git-sha1"
-        digests = copy_hashed(file, target_fd, git_sha1=wants_git, on_chunk=progress.add)
+        watch = SizeWatch(path=str(file.path), size_bytes=file.size_bytes)
+        watches = [watch.add] if file.name.endswith(".safetensors") else []
+        digests = copy_hashed(file, target_fd, git_sha1=wants_git, on_chunk=[*watches, progress.add])
         if target_fd is not None:
             freeze(target_fd)
         return SealedFile(
@@ -290,10 +295,10 @@ class _Progress:
         self._lock = threading.Lock()
         self._done_bytes, self._total_bytes, self._on_bytes = 0, total_bytes, on_bytes
 
-    def add(self, chunk_bytes: int) -> None:
+    def add(self, chunk: memoryview) -> None:
         if self.stopped.is_set():
             raise CancelledError
         if self._on_bytes is not None:
             with self._lock:
-                self._done_bytes += chunk_bytes
+                self._done_bytes += len(chunk)
                 self._on_bytes(self._done_bytes, self._total_bytes)

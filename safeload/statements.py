@@ -10,12 +10,13 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from safeload.errors import PeerError, SafeLoadError, from_fields
+from safeload.errors import MismatchedCallError, PeerError, SafeLoadError, from_fields
 from safeload.watching import Identity
 
 __all__ = [
     "Failure",
     "choose",
+    "compare",
     "describe_failure",
     "failure_bytes",
     "is_failure",
@@ -29,6 +30,7 @@ __all__ = [
 
 _PAYLOAD: Final = b"+"
 _FAILURE: Final = b"-"
+_SHOWN_RANKS: Final = 16  # of each side, in a message for a job of hundreds
 _BY_RANK: Final = ("failures", "calls")  # data fields that are keyed by rank; JSON knows only text keys
 
 Failure = dict[str, Any]
@@ -139,3 +141,34 @@ def unpack(packed: bytes) -> tuple[bytes, ...]:
         parts.append(packed[start : start + length])
         start += length
     return tuple(parts)
+
+
+def compare(calls: Sequence[Mapping[str, str]], global_ranks: Sequence[int]) -> None:
+    """Compare what the ranks called.
+
+    Args:
+        calls: Names and values of the arguments, by rank.
+        global_ranks: The ranks, for the error.
+
+    Raises:
+        MismatchedCallError: They differ; it shows each side's differing arguments.
+    """
+    names = list(dict.fromkeys(name for call in calls for name in call))
+    differing = [name for name in names if len({call.get(name) for call in calls}) > 1]
+    if not differing:
+        return
+    sides: dict[str, list[int]] = {}
+    for rank, call in zip(global_ranks, calls, strict=True):
+        said = ", ".join(f"{name}={call[name]}" if name in call else f"no {name}" for name in differing)
+        sides.setdefault(said, []).append(rank)
+    shown = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)}: {said}" for said, ranks in sides.items())
+    raise MismatchedCallError(
+        f"the ranks made different calls: {shown}. Every rank of the group must load the same towers with the same "
+        "arguments in the same order",
+        calls={rank: said for said, ranks in sides.items() for rank in ranks[:_SHOWN_RANKS]},
+    )
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    return shown if len(ranks) <= _SHOWN_RANKS else f"{shown} and {len(ranks) - _SHOWN_RANKS} more"

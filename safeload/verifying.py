@@ -7,7 +7,6 @@ a `Verification`, or an error that names the files. `none` is said aloud, once, 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,8 +15,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from safeload.caching import Kept, read_cache, read_local_dir
-from safeload.digests import Digest, Manifest, Provenance, Verification, digest_of_all, require_covered
-from safeload.errors import IntegrityError, UnverifiedError
+from safeload.comparing import compare, require_covered
+from safeload.digests import Digest, Manifest, Provenance, Verification, digest_of_all
+from safeload.errors import UnverifiedError
 from safeload.hubs import is_offline, list_digests
 from safeload.pinning import ManifestLike, pin
 from safeload.resolving import Checkpoint
@@ -108,11 +108,7 @@ def verify(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], *, mode
         Source rank only.
     """
     require_covered(manifest, digests)
-    wrong = [
-        name for name in digests if name in manifest.entries and not _agrees(manifest.entries[name], digests[name])
-    ]
-    if wrong:
-        raise _differs(manifest, digests, wrong)
+    compare(manifest, digests)
     unchecked = tuple(name for name in digests if name not in manifest.entries)
     if unchecked and mode == "strict":
         raise _unverified(str(manifest.folder), unchecked)
@@ -128,40 +124,6 @@ def verify(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], *, mode
         unchecked=unchecked,
         digest=digest_of_all({name: algorithms["sha256"] for name, algorithms in digests.items()}),
     )
-
-
-def _agrees(expected: Digest, actual: Mapping[str, str]) -> bool:
-    return actual.get(expected.algorithm) == expected.hex
-
-
-def _differs(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], wrong: list[str]) -> IntegrityError:
-    lines = []
-    for name in wrong:
-        expected = manifest.entries[name]
-        actual = digests[name].get(expected.algorithm)
-        path = manifest.folder / name
-        lines.append(f"{path}: {expected.algorithm} is {actual}, expected {expected.hex}.{_links_of(path)}")
-    again = "Delete the file named last and download it again"
-    if manifest.repo_id:
-        again += f": hf download --force-download --revision {manifest.commit} {manifest.repo_id} {' '.join(wrong)}"
-    first = manifest.entries[wrong[0]]
-    return IntegrityError(
-        f"{' '.join(lines)} Expected by {manifest.provenance}: {manifest.source}. {again}.",
-        path=str(manifest.folder / wrong[0]),
-        algorithm=first.algorithm,
-        expected=first.hex,
-        actual=digests[wrong[0]].get(first.algorithm),
-        provenance=manifest.provenance,
-    )
-
-
-def _links_of(path: Path) -> str:
-    """Say through which links the bytes are reached, a shared store's entry last: that is the one to delete."""
-    hops: list[str] = []
-    while path.is_symlink() and len(hops) < 8:  # noqa: PLR2004
-        path = path.parent / os.readlink(path)
-        hops.append(os.path.normpath(path))
-    return f" It is a link to {', then to '.join(hops)}." if hops else ""
 
 
 def _unverified(origin: str, names: tuple[str, ...]) -> UnverifiedError:

@@ -23,7 +23,7 @@ from typing import Final
 
 from safeload.wiring import Store
 
-__all__ = ["Identity", "Watch", "identify", "process_state"]
+__all__ = ["Identity", "Seat", "Watch", "identify", "process_state"]
 
 BEAT_S: Final = 1.0
 SILENT_BEATS: Final = 6
@@ -51,6 +51,20 @@ class Identity:
     def where(self) -> str:
         """Say which process on which host this is."""
         return f"pid {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """This process's place in a call."""
+
+    rank: int
+    global_ranks: tuple[int, ...]
+    identity: Identity
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.global_ranks)
 
 
 def identify(global_rank: int) -> Identity:
@@ -148,6 +162,11 @@ class Watch:
         """Make this rank known. The first beat comes before the identity: who is known has beaten."""
         store.add(f"beat/{self._rank}", 1)
         store.set(f"id/{self._rank}", self._identity.to_bytes())
+
+    def learn(self, store: Store, ranks: Iterable[int]) -> None:
+        """Read who these ranks are, now that they are there: where the store is lost as well, it is too late to ask."""
+        for rank in ranks:
+            self._identify(store, rank)
 
     def look(self, store: Store) -> None:
         """Beat if due, and look at everybody who is watched; what is found is in `known` and `lost`."""

@@ -156,8 +156,9 @@ class Pair(nn.Module):
     def __init__(self, tower: nn.Module, width: int = 32) -> None:
         super().__init__()
         self.tower = tower
+        self.compute_dtype: torch.dtype | None = None  # what the head computes in, where that is not its own dtype
         self.head = nn.Sequential(nn.Linear(width, 16), nn.Linear(16, 4))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        seen = features(self.tower, images)
-        return self.head(seen.to(self.head[0].weight.dtype))
+        seen = features(self.tower, images.to(next(self.tower.parameters()).dtype))
+        return self.head(seen.to(self.compute_dtype or self.head[0].weight.dtype))

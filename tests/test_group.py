@@ -352,9 +352,9 @@ def stream_with(g, fail_at=None, failing=None, buckets=6):
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @on_ranks(3)
 def test_a_failure_in_the_payload_stops_all_in_step(failing, monkeypatch):
-    import safeload.group
+    from safeload import transferring
 
-    safeload.group._WINDOW_BYTES = 1000
+    transferring._WINDOW_BYTES = 1000
     with pytest.raises(PeerError, match="no space left") as caught, join_group(timeout=SHORT) as g:
         stream_with(g, fail_at=2, failing=failing, buckets=400)
     assert caught.value.rank == failing

@@ -1,4 +1,4 @@
-"""Outer `from_pretrained` of transformers around protected towers, with and without the tower's keys in its checkpoint."""
+"""Outer `from_pretrained` around protected towers, with and without the towers' keys in its checkpoint."""
 
 from __future__ import annotations
 

@@ -40,12 +40,15 @@ ORDER = [
 
 PUBLIC = [
     "CheckpointError",
+    "GradientReport",
     "GroupError",
     "IntegrityError",
     "LoadReport",
     "MismatchedCallError",
     "PeerError",
     "PrecisionError",
+    "PrecisionReport",
+    "PrecisionWarning",
     "ProtectionError",
     "RankReport",
     "SafeLoadError",
@@ -53,10 +56,13 @@ PUBLIC = [
     "TowerChangedError",
     "UnsafeFormatError",
     "UnverifiedError",
+    "check_precision",
     "frozen_towers",
+    "gradient_report",
     "load_report",
     "safe_from_pretrained",
     "unfreeze",
+    "upcast_trainable",
 ]
 
 

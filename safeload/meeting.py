@@ -1,0 +1,203 @@
+"""Several ranks of one process group meet, agree stage by stage, and part together.
+
+Receives a process group; gives a `Group` whose stages end with one verdict for all (see `agreeing`). One call at a time
+a process and group: a second thread waits for its turn, a call within a call (a tower made of towers) is its own call.
+"""
+
+# The methods are documented where they are declared, in Group.
+# ruff: noqa: D102, D105
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from safeload import statements, wiring
+from safeload.agreeing import Call
+from safeload.errors import GroupError
+from safeload.grouping import Group
+from safeload.transferring import Payload, Transfers
+from safeload.watching import Identity, Seat
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["RankGroup"]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Past:
+    """What one process remembers of a process group between calls; goes with the group."""
+
+    calls: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)  # re-entrant: a tower may be made of towers
+    known: dict[int, Identity] = field(default_factory=dict)
+
+
+_pasts: weakref.WeakKeyDictionary[Any, _Past] = weakref.WeakKeyDictionary()
+_pasts_lock = threading.Lock()
+
+
+class RankGroup(Group):
+    """Several ranks of one process group."""
+
+    def __init__(self, group: ProcessGroup, *, source_rank: int, timeout: timedelta) -> None:
+        super().__init__(global_rank=dist.get_rank())
+        self._group, self._timeout = group, timeout
+        self.rank, self.size, self.source_rank = dist.get_rank(group), dist.get_world_size(group), source_rank
+        ranks = tuple(dist.get_global_rank(group, rank) for rank in range(self.size))
+        self._seat = Seat(rank=self.rank, global_ranks=ranks, identity=self._identity)
+        self.devices = wiring.device_types(group)
+        with _pasts_lock:
+            self._past = _pasts.setdefault(group, _Past())
+        self._call: Call
+        self._transfers: Transfers
+
+    @property
+    def source_global_rank(self) -> int:
+        return self._seat.global_ranks[self.source_rank]
+
+    # --- in and out ---
+
+    def __enter__(self) -> Group:
+        if not self._past.lock.acquire(timeout=self._timeout.total_seconds()):
+            raise GroupError(
+                f"another thread has been loading in this group for {self._timeout}; load one after another, or give "
+                "each thread a group of its own",
+                rank=self.global_rank,
+            )
+        try:
+            store = wiring.call_store(self._group, self._seat.global_ranks, self._past.calls, timeout=self._timeout)
+            self._past.calls += 1  # also for a call that fails: its number is used up on every rank
+            self._call = Call(store, self._seat, timeout=self._timeout, remembered=self._past.known)
+            self._transfers = Transfers(self._group, self._call, self.source_rank)
+            try:
+                self._meet()
+            except BaseException as error:
+                raise self._depart(error) from error.__cause__
+        except BaseException:
+            self._past.lock.release()
+            raise
+        return self
+
+    def _meet(self) -> None:
+        self._call.enter()
+        mine = {"source_rank": self.source_rank, "kernel": self._identity.kernel}
+        raw = self._call.gather(statements.payload_bytes(json.dumps(mine).encode()), self._decide_join)
+        self.hosts = tuple(tuple(ranks) for ranks in json.loads(raw))
+        mates = next(ranks for ranks in self.hosts if self.rank in ranks)
+        neighbour = mates[(mates.index(self.rank) + 1) % len(mates)]
+        self._call.follow_source(self.source_rank, neighbour=None if neighbour == self.rank else neighbour)
+
+    def _decide_join(self, payloads: tuple[bytes, ...]) -> bytes:
+        said = [json.loads(raw) for raw in payloads]
+        statements.compare([{"source_rank": str(each["source_rank"])} for each in said], self._seat.global_ranks)
+        hosts: dict[str, list[int]] = {}
+        for rank, each in enumerate(said):
+            hosts.setdefault(each["kernel"], []).append(rank)
+        return json.dumps(list(hosts.values())).encode()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                try:
+                    self.agree("finish", lambda: None)
+                except BaseException as late:
+                    raise self._depart(late) from late.__cause__
+                self._call.leave()
+            else:
+                departing = self._depart(error)
+                if departing is not error:
+                    raise departing from error
+        finally:
+            self._past.known = dict(self._call.watch.known)
+            self._past.lock.release()
+
+    def _depart(self, error: BaseException) -> BaseException:
+        """Leave with an error: the agreed one as it is, any other is told to the ranks first."""
+        agreed: BaseException | None = error if error is self._call.agreed else None
+        if agreed is None:
+            agreed = self._call.give_up(error, wait=isinstance(error, Exception))
+        self._call.leave()
+        return agreed if agreed is not None and isinstance(error, Exception) else error
+
+    # --- stages ---
+
+    def start(self, call: Mapping[str, str]) -> None:
+        self._call.begin("start")
+        statement = statements.payload_bytes(json.dumps(dict(call)).encode())
+        self._call.gather(statement, self._decide_start)
+
+    def _decide_start(self, payloads: tuple[bytes, ...]) -> bytes:
+        statements.compare([json.loads(raw) for raw in payloads], self._seat.global_ranks)
+        return b""
+
+    def agree(self, stage: str, fn: Callable[[], T]) -> T:
+        self._call.begin(stage)
+        value, statement, cause = self._attempt(stage, fn)
+        self._call.gather(statement, lambda _: b"", cause)
+        return value
+
+    def on_source(self, stage: str, fn: Callable[[], T]) -> T | None:
+        self._call.begin(stage)
+        if not self.is_source:
+            self._call.announce(None)
+            return None
+        value, statement, cause = self._attempt(stage, fn)
+        self._call.announce(statement, cause)
+        return value
+
+    def send_bytes(self, stage: str, payload: bytes | None) -> bytes:
+        self._call.begin(stage)
+        return self._call.announce(statements.payload_bytes(payload or b"") if self.is_source else None)
+
+    def gather_bytes(self, stage: str, payload: bytes) -> tuple[bytes, ...]:
+        self._call.begin(stage)
+        return statements.unpack(self._call.gather(statements.payload_bytes(payload), statements.pack))
+
+    def check(self) -> None:
+        self._call.check()
+
+    def _attempt(self, stage: str, fn: Callable[[], T]) -> tuple[T, bytes, Exception | None]:
+        try:
+            return fn(), statements.payload_bytes(b""), None
+        except Exception as error:
+            # No value: the caller raises before it would use it.
+            failure = statements.describe_failure(error, who=self._identity, stage=stage)
+            return None, statements.failure_bytes(failure), error  # type: ignore[return-value]
+
+    # --- payload ---
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._transfers.broadcast(tensor)
+
+    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        self._transfers.send(tensor, to_rank)
+
+    def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
+        self._transfers.recv(tensor, from_rank)
+
+    def stream(
+        self,
+        stage: str,
+        sizes_bytes: Sequence[int],
+        fill: Callable[[int], torch.Tensor],
+        take: Callable[[int, torch.Tensor], None],
+        *,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.agree(stage, lambda: None)  # everybody is here, or nobody enters a collective
+        self._transfers.stream(Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, device=device))
