@@ -13,6 +13,7 @@ from safeload.errors import IntegrityError
 
 OPTIONS = {
     "demo": ["--help", "--json", "--ranks", "--tower"],
+    "doctor": ["--help", "--json", "--model", "--protected", "--strict"],
 }
 
 
