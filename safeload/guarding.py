@@ -27,7 +27,7 @@ from safeload.moving import move
 from safeload.noticing import notice_outer_checkpoint
 from safeload.shielding import shielded
 
-__all__ = ["Guarded", "guard", "original_class", "unguard"]
+__all__ = ["Guarded", "guard", "original_class", "record_of", "unguard"]
 
 _FLAG: Final = "_is_hf_initialized"  # transformers initialises no module and no tensor that carries it
 _CLASSES: Final[dict[type[nn.Module], type[nn.Module]]] = {}  # towers of one class share one guarded class

@@ -390,7 +390,7 @@ def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, 
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
         tensors=len(specs),
         tower_bytes=letter.load_plan.size_bytes,
-        dtypes=Counter(spec.dtype for spec in specs),
+        dtypes=dict(Counter(spec.dtype for spec in specs)),  # asdict does not copy a Counter rightly
         seconds=dict(clock.seconds),
         ranks=gathered,
         **letter.facts,
