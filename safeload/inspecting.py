@@ -71,12 +71,13 @@ def fit_class(model_class: Any, origin: str, **where: Any) -> Fit:
     try:
         tower = safe_from_pretrained(model_class, origin, device="cpu", verify="off", progress=False, **where)
     except CheckpointError as error:
+        data = error.to_fields()["data"]
         return Fit(
             model_class=name,
             parameters=0,
-            missing=tuple(error.missing or ()),
-            unexpected=tuple(error.unexpected or ()),
-            mismatched=error.mismatched if isinstance(error.mismatched, Mapping) else {},
+            missing=tuple(data["missing"] or ()),
+            unexpected=tuple(data["unexpected"] or ()),
+            mismatched=data["mismatched"] if isinstance(data["mismatched"], Mapping) else {},
             error=error.message,
         )
     count = sum(parameter.numel() for parameter in tower.parameters())

@@ -11,7 +11,7 @@ from safeload.commands import Subparsers
 from safeload.commands._where import add_where, shown_progress, where_of
 
 if TYPE_CHECKING:
-    from safeload.checking import Inspection
+    from safeload.auditing import Inspection
     from safeload.inspecting import Fit
 
 __all__ = ["add_parser", "run"]
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 where the class named does not fit.
     """
-    from safeload.checking import inspect_checkpoint
+    from safeload.auditing import inspect_checkpoint
 
     with shown_progress(f"{args.path_or_repo}: inspect") as on_bytes:
         found = inspect_checkpoint(args.path_or_repo, on_bytes=on_bytes, **where_of(args))

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; every failure is raised.
     """
-    from safeload.checking import write_lock
+    from safeload.auditing import write_lock
     from safeload.verifying import UnverifiedWarning
 
     with warnings.catch_warnings(record=True) as caught, shown_progress(f"{args.path_or_repo}: lock") as on_bytes:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; every failure is raised.
     """
-    from safeload.checking import verify_checkpoint
+    from safeload.auditing import verify_checkpoint
 
     with shown_progress(f"{args.path_or_repo}: verify") as on_bytes:
         verification = verify_checkpoint(

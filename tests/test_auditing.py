@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from safeload.checking import inspect_checkpoint, verify_checkpoint, write_lock
+from safeload.auditing import inspect_checkpoint, verify_checkpoint, write_lock
 from safeload.cli import main
 from safeload.errors import CheckpointError, IntegrityError, SafeLoadError, SourceError, UnverifiedError
 from safeload.locking import parse_lock
