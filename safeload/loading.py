@@ -23,6 +23,7 @@ from torch import nn
 from safeload.ambient import plain_tensors
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
+from safeload.casting import install_boundary_casts, install_boundary_errors
 from safeload.errors import ProtectionError, SafeLoadError
 from safeload.examining import Contents, examine
 from safeload.fitting import check_kinds
@@ -97,6 +98,7 @@ def safe_from_pretrained(
     allow_pickle: bool = False,
     progress: bool | None = None,
     ignore_unexpected: Sequence[str] = (),
+    cast_inputs: bool = False,
     **model_kwargs: Any,
 ) -> nn.Module:
     """Load a frozen tower on every rank: read once, verified, sent to all, and protected from the training stack.
@@ -134,6 +136,8 @@ def safe_from_pretrained(
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.
         progress: Show a progress bar on the source; None does where the output is a terminal and the load is long.
         ignore_unexpected: Regular expressions; keys of the checkpoint that match one may be left over.
+        cast_inputs: Cast floating inputs of the tower to its dtype and its outputs back to the caller's. False casts
+            nothing, and a mismatch of dtypes is an error that names the tower, both dtypes and this keyword.
         **model_kwargs: Passed on to `from_pretrained`, or to the constructor.
 
     Returns:
@@ -173,6 +177,7 @@ def safe_from_pretrained(
         allow_pickle=allow_pickle,
         progress=progress,
         ignore_unexpected=tuple(ignore_unexpected),
+        cast_inputs=cast_inputs,
         model_kwargs=model_kwargs,
     )
     with (
@@ -193,7 +198,8 @@ def safe_from_pretrained(
 def _protect(module: nn.Module, request: Request, report: LoadReport) -> nn.Module:
     tower = protect(module, name=type(module).__name__, origin=request.origin)
     tower_state(tower).report = report
-    return tower
+    install = install_boundary_casts if request.cast_inputs else install_boundary_errors
+    return install(tower)
 
 
 def load_report(tower: nn.Module) -> LoadReport:
@@ -243,7 +249,13 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
     )
 
     def read() -> SealedCheckpoint:
-        with progress_bar(request.progress, f"{request.origin}: read and verify") as on_bytes:
+        with progress_bar(request.progress, f"{request.origin}: read and verify") as show:
+
+            def on_bytes(done_bytes: int, total_bytes: int) -> None:
+                ranks.check()  # no use in reading on for a group that has failed
+                if show is not None:
+                    show(done_bytes, total_bytes)
+
             return kept.enter_context(seal(checkpoint, manifest, memory=request.memory, on_bytes=on_bytes))
 
     sealed = step("seal", read)
@@ -378,7 +390,7 @@ def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, 
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
         tensors=len(specs),
         tower_bytes=letter.load_plan.size_bytes,
-        dtypes=Counter(spec.dtype for spec in specs),
+        dtypes=dict(Counter(spec.dtype for spec in specs)),  # asdict does not copy a Counter rightly
         seconds=dict(clock.seconds),
         ranks=gathered,
         **letter.facts,
