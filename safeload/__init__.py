@@ -40,6 +40,7 @@ __all__ = [
     "TowerChangedError",
     "UnsafeFormatError",
     "UnverifiedError",
+    "UnverifiedWarning",
     "check_precision",
     "frozen_towers",
     "gradient_report",
@@ -47,9 +48,12 @@ __all__ = [
     "safe_from_pretrained",
     "unfreeze",
     "upcast_trainable",
+    "verify_checkpoint",
+    "write_lock",
 ]
 
 if TYPE_CHECKING:
+    from safeload.auditing import verify_checkpoint, write_lock
     from safeload.gradients import GradientReport, gradient_report
     from safeload.loading import load_report, safe_from_pretrained
     from safeload.precision import PrecisionWarning, check_precision
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from safeload.reporting import LoadReport, RankReport
     from safeload.ruling import PrecisionReport
     from safeload.upcasting import upcast_trainable
+    from safeload.verifying import UnverifiedWarning
 else:
     # Looked up when first used, so that `safeload --help` need not import torch; type checkers see the lines above.
     _HOMES = {
@@ -65,6 +70,7 @@ else:
         "PrecisionReport": "ruling",
         "PrecisionWarning": "precision",
         "RankReport": "reporting",
+        "UnverifiedWarning": "verifying",
         "check_precision": "precision",
         "frozen_towers": "protecting",
         "gradient_report": "gradients",
@@ -72,6 +78,8 @@ else:
         "safe_from_pretrained": "loading",
         "unfreeze": "protecting",
         "upcast_trainable": "upcasting",
+        "verify_checkpoint": "auditing",
+        "write_lock": "auditing",
     }
 
     def __getattr__(name: str) -> object:

@@ -56,6 +56,7 @@ PUBLIC = [
     "TowerChangedError",
     "UnsafeFormatError",
     "UnverifiedError",
+    "UnverifiedWarning",
     "check_precision",
     "frozen_towers",
     "gradient_report",
@@ -63,6 +64,8 @@ PUBLIC = [
     "safe_from_pretrained",
     "unfreeze",
     "upcast_trainable",
+    "verify_checkpoint",
+    "write_lock",
 ]
 
 
