@@ -19,6 +19,7 @@ from safeload.comparing import compare, require_covered
 from safeload.digests import Digest, Manifest, Provenance, Verification, digest_of_all
 from safeload.errors import UnverifiedError
 from safeload.hubs import is_offline, list_digests
+from safeload.indexes import listed
 from safeload.pinning import ManifestLike, pin
 from safeload.resolving import Checkpoint
 
@@ -113,7 +114,7 @@ def verify(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], *, mode
     if unchecked and mode == "strict":
         raise _unverified(str(manifest.folder), unchecked)
     if unchecked and mode == "auto":
-        text = f"{manifest.folder}: no expected digest for {', '.join(unchecked)}: loaded as they are. "
+        text = f"{manifest.folder}: no expected digest for {listed(unchecked)}: loaded as they are. "
         warnings.warn(text + _HOW_TO_LOCK.format(origin=manifest.folder), UnverifiedWarning, stacklevel=2)
     checked = tuple(name for name in digests if name in manifest.entries)
     return Verification(
@@ -128,8 +129,7 @@ def verify(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], *, mode
 
 def _unverified(origin: str, names: tuple[str, ...]) -> UnverifiedError:
     return UnverifiedError(
-        f"{origin}: verify='strict' and no expected digest for {', '.join(names)}. "
-        + _HOW_TO_LOCK.format(origin=origin),
+        f"{origin}: verify='strict' and no expected digest for {listed(names)}. " + _HOW_TO_LOCK.format(origin=origin),
         path=origin,
         provenance="none",
     )
