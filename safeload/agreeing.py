@@ -57,6 +57,7 @@ class Call:
         self._index, self._stage = 0, "join"
         self._waiting = True  # the caller's thread does the looking itself, in the slices of its wait
         self._draining = False  # in lock-step collectives: only a lost rank may end the stage early
+        self._announced = False
         self._left = False
         self._deadline = time.monotonic() + self._timeout_s
         self._trouble_since: float | None = None
@@ -92,9 +93,15 @@ class Call:
         self._ask(lambda store: self.watch.learn(store, {0, source_rank}))
         self._deadline = time.monotonic() + self._timeout_s
 
-    def begin(self, stage: str, *, draining: bool = False) -> None:
-        """Begin a stage: from here on, what goes wrong elsewhere is noticed behind the caller's work."""
-        self._stage, self._go_count = stage, 0
+    def begin(self, stage: str, *, announced: bool = False, draining: bool = False) -> None:
+        """Begin a stage: from here on, what goes wrong elsewhere is noticed behind the caller's work.
+
+        Args:
+            stage: Its name, for errors.
+            announced: It will end with `announce`, not with `gather`.
+            draining: Its collectives run in step: a failure on a living rank ends it at the next `go` only.
+        """
+        self._stage, self._go_count, self._announced = stage, 0, announced
         self._draining, self._waiting = draining, False
 
     def gather(
@@ -146,6 +153,10 @@ class Call:
         """
         if self._early is not None:
             raise self._failed(self._early, None)
+        try:
+            self._line.check()
+        except StoreLost as error:
+            raise self._store_lost(error) from error
 
     def go(self, *, stop: bool = False) -> None:
         """On the judge: let the others into the next collectives of this stage, or tell them that none will follow."""
@@ -222,8 +233,9 @@ class Call:
         return self._ask(lambda store: store.compare_set(key, "", proposed))
 
     def _failed(self, verdict: bytes, cause: BaseException | None) -> SafeLoadError:
-        self._gone = json.loads(verdict[1:])
-        self.agreed = statements.rebuild(self._gone, cause)
+        if self.agreed is None:
+            self._gone = json.loads(verdict[1:])
+            self.agreed = statements.rebuild(self._gone, cause)
         return self.agreed
 
     # --- what goes on behind; runs on the control thread ---
@@ -267,6 +279,7 @@ class Call:
             judge=self._judge,
             index=self._index,
             stage=self._stage,
+            announced=self._announced,
             timeout_s=self._timeout_s,
         )
 
@@ -311,9 +324,13 @@ class Call:
         try:
             return self._line.ask(operation)
         except StoreLost as error:
-            texts = self.watch.find_ended() or {self._judge: "cut off, or its process has ended"}
-            said = {rank: f"{text}; the store does not answer: {error}" for rank, text in texts.items()}
-            failure = blame_peers(self._scene(), said)
-            self._gone = failure | {"lost": list(range(self.seat.size))}
-            self.agreed = statements.rebuild(failure, error)
-            raise self.agreed from error
+            raise self._store_lost(error) from error
+
+    def _store_lost(self, error: StoreLost) -> SafeLoadError:
+        """Without the store there is no verdict: each rank says what it can see for itself."""
+        texts = self.watch.find_ended() or {self._judge: "cut off, or its process has ended"}
+        said = {rank: f"{text}; the store does not answer: {error}" for rank, text in texts.items()}
+        failure = blame_peers(self._scene(), said)
+        self._gone = failure | {"lost": list(range(self.seat.size))}
+        self.agreed = statements.rebuild(failure, error)
+        return self.agreed

@@ -26,6 +26,7 @@ class Scene:
     judge: int
     index: int
     stage: str
+    announced: bool  # only the judge speaks
     timeout_s: float
 
 
@@ -65,7 +66,7 @@ def blame_silence(store: Store, scene: Scene) -> Failure:
         scene: The stage.
     """
     seat = scene.seat
-    awaited = range(seat.size) if seat.rank == scene.judge else [scene.judge]
+    awaited = range(seat.size) if seat.rank == scene.judge and not scene.announced else [scene.judge]
     absent = [rank for rank in awaited if not store.check([f"s/{scene.index}/{rank}"])]
     texts = {rank: "still at work" if rank == seat.rank else scene.watch.describe(rank) for rank in absent}
     return blame_peers(scene, texts, late=True) | {"absent": absent}

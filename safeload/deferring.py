@@ -32,7 +32,6 @@ from safeload.filling import Cast, Filling, Wanted
 from safeload.headers import Header
 from safeload.mapping import Arena, Mapped, mapped_now, view
 from safeload.planning import LoadPlan, plan, reorder, segment_views
-from safeload.reading import freeze
 from safeload.sealing import SealedCheckpoint
 
 __all__ = ["Built", "Place", "build_on", "build_while_reading"]
@@ -73,7 +72,7 @@ class Built:
     def freeze(self) -> None:
         """Seal the arena, when all is there."""
         if self.arena is not None:
-            freeze(self.arena.fd)
+            self.arena.freeze()
 
 
 class _LookedError(Exception):

@@ -14,7 +14,7 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,9 +23,10 @@ from typing import Final
 import torch
 
 from safeload.errors import SourceError
-from safeload.headers import parse_header_size
-from safeload.reading import OpenedFile, copy_hashed, freeze, read_start, write_at
-from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile, size_watches
+from safeload.headers import HeaderWatch, parse_header_size
+from safeload.holding import Memory, freeze, new_memory, require_memory, write_at
+from safeload.reading import OpenedFile, copy_hashed, read_start
+from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile, header_watches, path_of
 
 __all__ = ["Cast", "Filling", "Wanted"]
 
@@ -61,8 +62,9 @@ class Wanted:
 class _Target:
     """Where the bytes of one file go; called by the thread that reads it."""
 
-    def __init__(self, file: OpenedFile, memory_fd: int | None, start: bytearray) -> None:
-        self.file, self.memory_fd, self.start = file, memory_fd, start
+    def __init__(self, file: OpenedFile, memory: Memory | None, start: bytearray) -> None:
+        self.file, self.memory, self.start = file, memory, start
+        self.memory_fd = None if memory is None else memory.fd
         self.decided = threading.Event()
         self.news = threading.Condition()
         self._filled = 0  # bytes from the beginning that were taken
@@ -104,7 +106,7 @@ class _Target:
     def _keep(self, offset: int, chunk: memoryview) -> None:
         self._behind = offset + len(chunk)
         if self.memory_fd is not None:
-            write_at(self.memory_fd, chunk, offset)
+            write_at(self.memory_fd, chunk, offset, path=self.file.path)
 
     def _catch_up(self, wanted: Wanted) -> None:
         """Cast what was read before it was known to be wanted, and give back what is not wanted."""
@@ -125,7 +127,7 @@ class _Target:
         for begin, end in wanted.ranges:
             first, last = max(begin, offset), min(end, offset + len(chunk))
             if first < last:
-                write_at(self.memory_fd, chunk[first - offset : last - offset], first)
+                write_at(self.memory_fd, chunk[first - offset : last - offset], first, path=self.file.path)
 
     def _cast(self, wanted: Wanted, offset: int, chunk: memoryview) -> None:
         casts, at, stop = wanted.casts, self._next_cast, offset + len(chunk)
@@ -141,7 +143,7 @@ class _Target:
         size = cast.source_dtype.itemsize  # chunks end at multiples of it: see `Cast`
         cast_bytes = torch.frombuffer(piece, dtype=cast.source_dtype).to(cast.target_dtype).view(torch.uint8)
         at = cast.target + (first - cast.begin) // size * cast.target_dtype.itemsize
-        write_at(self._arena_fd, cast_bytes.numpy().data, at)
+        write_at(self._arena_fd, cast_bytes.numpy().data, at, path=self.file.path)
 
 
 def _punch(fd: int, keep: Sequence[tuple[int, int]], end: int) -> None:
@@ -172,6 +174,8 @@ class Filling:
 
     def __init__(self, opened: OpenedCheckpoint, *, on_bytes: OnBytes | None = None, headers: bool = True) -> None:
         self._opened, self.headers = opened, headers
+        if opened.copies:
+            require_memory(sum(file.size_bytes for file in opened.shards), what=str(opened.source.checkpoint.folder))
         self._progress = Progress(total_bytes=sum(file.size_bytes for file in opened.shards), on_bytes=on_bytes)
         self._targets = tuple(self._prepare(file) for file in opened.shards)
         self._pool = ThreadPoolExecutor(max(1, min(_THREADS, len(self._targets))), thread_name_prefix="safeload-read")
@@ -205,19 +209,18 @@ class Filling:
             peek = os.pread(file.fd, _PEEK_BYTES, 0)
             length = parse_header_size(peek, path=str(file.path), size_bytes=file.size_bytes) + 8
             start = read_start(file, -(-length // _START_ROUND_BYTES) * _START_ROUND_BYTES + _START_ROUND_BYTES)
-        memory_fd = None
+        memory = None
         if self._opened.copies:
-            memory_fd = self._opened.source.new_memory(file.name)
-            os.ftruncate(memory_fd, file.size_bytes)
-            write_at(memory_fd, memoryview(start), 0)
-        return _Target(file, memory_fd, start)
+            memory = new_memory(file.name, self._opened.source.owner)
+            os.ftruncate(memory.fd, file.size_bytes)
+            write_at(memory.fd, memoryview(start), 0, path=file.path)
+        return _Target(file, memory, start)
 
     def _seen(self, target: _Target) -> SealedFile:
-        fd = target.file.fd if target.memory_fd is None else target.memory_fd
-        file = target.file
-        return SealedFile(
-            name=file.name, fd=fd, size_bytes=file.size_bytes, digests=MappingProxyType({}), link=file.link
-        )
+        watches = header_watches(target.file) if self.headers else []
+        for watch in watches:
+            watch.add(memoryview(target.start))
+        return _sealed(target, {}, watches)
 
     def start(self) -> None:
         """Begin to read; again and again does no harm."""
@@ -281,22 +284,33 @@ class Filling:
 
     def _read(self, target: _Target) -> SealedFile:
         file, before = target.file, _stamp(target.file.fd)
+        watches = header_watches(file)
         digests = copy_hashed(
             file,
             target,
             start=target.start,
             git_sha1=self._opened.source.wants_git_sha1(file.name),
-            on_chunk=[*size_watches(file), self._progress.add],
+            on_chunk=[*(watch.add for watch in watches), self._progress.add],
         )
         target.settle()
-        if target.memory_fd is None and _stamp(file.fd) != before:
+        if target.memory is None and _stamp(file.fd) != before:
             raise SourceError(f"{file.path}: changed while it was read: something writes to it.", path=str(file.path))
-        if target.memory_fd is not None:
-            freeze(target.memory_fd)
-        seen = self._seen(target)
-        return SealedFile(
-            name=seen.name, fd=seen.fd, size_bytes=seen.size_bytes, digests=MappingProxyType(digests), link=seen.link
-        )
+        if target.memory is not None:
+            freeze(target.memory)
+        return _sealed(target, digests, watches)
+
+
+def _sealed(target: _Target, digests: Mapping[str, str], watches: Sequence[HeaderWatch]) -> SealedFile:
+    file, memory = target.file, target.memory
+    return SealedFile(
+        name=file.name,
+        fd=file.fd if memory is None else memory.fd,
+        path=path_of(file) if memory is None else memory.path,
+        size_bytes=file.size_bytes,
+        digests=MappingProxyType(dict(digests)),
+        link=file.link,
+        header=watches[0].result() if watches else None,
+    )
 
 
 def _stamp(fd: int) -> tuple[int, int, int]:

@@ -26,6 +26,7 @@ from torch import nn
 from safeload.ambient import plain_tensors
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer
+from safeload.casting import install_boundary_casts, install_boundary_errors
 from safeload.errors import ProtectionError, SafeLoadError
 from safeload.group import Group, join_group
 from safeload.handing import node_key
@@ -114,6 +115,7 @@ def safe_from_pretrained(
     allow_pickle: bool = False,
     progress: bool | None = None,
     ignore_unexpected: Sequence[str] = (),
+    cast_inputs: bool = False,
     **model_kwargs: Any,
 ) -> nn.Module:
     """Load a frozen tower on every rank: read once, verified, sent to all, and protected from the training stack.
@@ -156,6 +158,8 @@ def safe_from_pretrained(
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.
         progress: Show a progress bar on the source; None does where the output is a terminal and the load is long.
         ignore_unexpected: Regular expressions; keys of the checkpoint that match one may be left over.
+        cast_inputs: Cast floating inputs of the tower to its dtype and its outputs back to the caller's. False casts
+            nothing, and a mismatch of dtypes is an error that names the tower, both dtypes and this keyword.
         **model_kwargs: Passed on to `from_pretrained`, or to the constructor.
 
     Returns:
@@ -196,6 +200,7 @@ def safe_from_pretrained(
         allow_pickle=allow_pickle,
         progress=progress,
         ignore_unexpected=tuple(ignore_unexpected),
+        cast_inputs=cast_inputs,
         model_kwargs=model_kwargs,
     )
     with (
@@ -255,7 +260,7 @@ def _protect(
             filled.blocks.check_sealed()
         untouched = filled.blocks.map(filled.load_plan)  # a mapping of its own: the module's writes do not reach it
         originals = functools.cache(lambda: tensors_of(filled.load_plan, untouched, device=_CPU))
-    return protect(
+    tower = protect(
         filled.module,
         name=type(filled.module).__name__,
         origin=request.origin,
@@ -263,6 +268,8 @@ def _protect(
         originals=originals,
         verdict=verdict,
     )
+    install = install_boundary_casts if request.cast_inputs else install_boundary_errors
+    return install(tower)
 
 
 def load_report(tower: nn.Module) -> LoadReport:
@@ -313,7 +320,7 @@ def _load_on_source(call: _Call) -> Sourced | None:
     )
     shares = ranks.size > 1 and request.transport != "broadcast"
     sourced: Sourced | None = step(
-        "build", lambda: source_tower(request, checkpoint, manifest, shares=shares, kept=call.kept)
+        "build", lambda: source_tower(request, checkpoint, manifest, shares=shares, kept=call.kept, check=ranks.check)
     )
     return sourced
 
@@ -453,7 +460,7 @@ def _report(call: _Call, filled: _Filled, own: RankReport, sourced: Sourced | No
         transport_reason=filled.choice.reason,
         tensors=len(specs),
         tower_bytes=filled.load_plan.size_bytes,
-        dtypes=Counter(spec.dtype for spec in specs),
+        dtypes=dict(Counter(spec.dtype for spec in specs)),  # asdict does not copy a Counter rightly
         seconds=dict(call.clock.seconds),
         ranks=reports,
         **gathered[ranks.source_rank]["facts"],

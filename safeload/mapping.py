@@ -11,17 +11,19 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 
-from safeload.reading import has_sealed_memory, new_memory, write_at
+from safeload.holding import freeze, has_sealed_memory, new_memory, write_at
 
 __all__ = ["WINDOW_BYTES", "Arena", "Mapped", "can_map", "map_private", "mapped_now", "view"]
 
 WINDOW_BYTES: Final = 1 << 16  # what the kernel enters into the page table around a page that is read
+_ARENA: Final = Path("the tower's own tensors")
 _ALIGN_BYTES: Final = 64  # a cache line, and as torch's own allocator aligns
 _PRESENT: Final = 0b11  # top bits of an entry of /proc/self/pagemap: present, swapped
 _ENTRY_BYTES: Final = 8
@@ -72,7 +74,9 @@ class Arena:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.fd = new_memory("arena")
+        self._owner = ExitStack()
+        self._memory = new_memory("arena", self._owner)
+        self.fd = self._memory.fd
         self.used_bytes = 0
         self._capacity_bytes = capacity_bytes
         os.ftruncate(self.fd, capacity_bytes)
@@ -93,7 +97,7 @@ class Arena:
         if self.used_bytes > self._capacity_bytes:  # never by tensors of the files; a class may compute more
             self._capacity_bytes = self.used_bytes
             os.ftruncate(self.fd, self._capacity_bytes)
-        write_at(self.fd, data, begin)
+        write_at(self.fd, data, begin, path=_ARENA)
         return begin
 
     def cut(self) -> None:
@@ -101,9 +105,13 @@ class Arena:
         self._capacity_bytes = self.used_bytes
         os.ftruncate(self.fd, self.used_bytes)
 
+    def freeze(self) -> None:
+        """Let nobody write to it again."""
+        freeze(self._memory)
+
     def close(self) -> None:
         """Close the descriptor; mappings stay valid."""
-        os.close(self.fd)
+        self._owner.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

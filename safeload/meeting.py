@@ -43,6 +43,7 @@ class _Past:
 
     calls: int = 0
     promises: int = 0
+    alone: bool = False  # inside of work that only the source does
     lock: threading.RLock = field(default_factory=threading.RLock)  # re-entrant: a tower may be made of towers
     known: dict[int, Identity] = field(default_factory=dict)
 
@@ -77,6 +78,14 @@ class RankGroup(Group):
             raise GroupError(
                 f"another thread has been loading in this group for {self._timeout}; load one after another, or give "
                 "each thread a group of its own",
+                rank=self.global_rank,
+            )
+        if self._past.alone:
+            self._past.lock.release()
+            raise GroupError(
+                "a load inside of another load's work that only the source does: the other ranks can not take part. "
+                "A tower whose constructor loads towers of its own must be built by every rank: load the inner ones "
+                "first and pass them in, or build the outer one without safe_from_pretrained",
                 rank=self.global_rank,
             )
         try:
@@ -154,16 +163,20 @@ class RankGroup(Group):
         return value
 
     def on_source(self, stage: str, fn: Callable[[], T]) -> T | None:
-        self._call.begin(stage)
+        self._call.begin(stage, announced=True)
         if not self.is_source:
             self._call.announce(None)
             return None
-        value, statement, cause = self._attempt(stage, fn)
+        self._past.alone = True
+        try:
+            value, statement, cause = self._attempt(stage, fn)
+        finally:
+            self._past.alone = False
         self._call.announce(statement, cause)
         return value
 
     def send_bytes(self, stage: str, payload: bytes | None) -> bytes:
-        self._call.begin(stage)
+        self._call.begin(stage, announced=True)
         return self._call.announce(statements.payload_bytes(payload or b"") if self.is_source else None)
 
     def gather_bytes(self, stage: str, payload: bytes) -> tuple[bytes, ...]:

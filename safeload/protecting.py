@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from safeload.errors import ProtectionError
-from safeload.guarding import Guarded, guard, record_of, unguard
-from safeload.keeping import Originals, Protection, keep, mend
+from safeload.guarding import Guarded, guard, unguard
+from safeload.keeping import Originals, Protection, keep, record_of
 from safeload.marking import mark, unmark
+from safeload.mending import mend
 
 __all__ = ["frozen_towers", "protect", "tower_state", "unfreeze"]
 
@@ -105,7 +106,6 @@ def unfreeze(tower: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module
 
     Raises:
         ProtectionError: The module is not a protected tower.
-        IntegrityError: The verdict was still out, and it is not the expected tower.
     """
     tower_state(tower).settle()
     mend(tower_state(tower))

@@ -1,7 +1,7 @@
-"""One file of the source: open it once, read it once, hash it while its bytes go into memory that nobody can change.
+"""One file of the source: open it once, read it once, hash it while its bytes go elsewhere.
 
 Receives a path; gives an `OpenedFile` (checked to be a regular file, never blocking) and then, from `copy_hashed`, its
-digests. The memory is a sealed memfd; where there is none, a private file that is unlinked by whoever made it.
+digests. Each chunk is hashed from the buffer that is written to the target.
 """
 
 from __future__ import annotations
@@ -19,29 +19,13 @@ from types import TracebackType
 from typing import Any, Final
 
 from safeload.errors import SourceError
+from safeload.holding import write_at
 from safeload.indexes import fold_name
 
-__all__ = [
-    "OnChunk",
-    "OpenedFile",
-    "Sink",
-    "copy_hashed",
-    "freeze",
-    "has_sealed_memory",
-    "is_frozen",
-    "new_memory",
-    "open_regular",
-    "read_start",
-    "write_at",
-    "writes_to",
-]
+__all__ = ["OnChunk", "OpenedFile", "Sink", "copy_hashed", "open_regular", "read_at", "read_start", "writes_to"]
 
-_CHUNK_BYTES: Final = 1 << 20  # stays in the processor's cache between the read, the hash and the write
-_BUFFERS: Final = 4
-_LINUX_SEALS: Final = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
-_F_ADD_SEALS: Final = 1033
-
-_F_GET_SEALS: Final = 1034
+_CHUNK_BYTES: Final = 4 << 20  # few enough turns at the interpreter lock, which a build beside it holds for long
+_BUFFERS: Final = 3
 
 OnChunk = Callable[[memoryview], None]
 Sink = Callable[[int, memoryview], None]  # where a chunk begins in the file, and its bytes, valid during the call only
@@ -82,69 +66,14 @@ def open_regular(path: Path, *, name: str) -> OpenedFile:
     return OpenedFile(name=name, path=path, fd=fd, size_bytes=info.st_size, link=_link_of(path))
 
 
-def has_sealed_memory() -> bool:
-    """Say whether this system can seal memory against change (Linux memfd)."""
-    return hasattr(os, "memfd_create")
-
-
-def new_memory(name: str) -> int:
-    """Make empty memory that can be sealed; the caller closes it.
-
-    Args:
-        name: Shown in /proc, for people.
-
-    Returns:
-        Its descriptor.
-    """
-    return os.memfd_create(f"safeload:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-def freeze(fd: int) -> None:
-    """Seal memory against writing, shrinking, growing and further seals, for everybody and for good.
-
-    Args:
-        fd: What `new_memory` returned, filled.
-    """
-    import fcntl
-
-    fcntl.fcntl(fd, _F_ADD_SEALS, _LINUX_SEALS)
-
-
-def is_frozen(fd: int) -> bool:
-    """Say whether memory is sealed against writing, shrinking and growing.
-
-    Args:
-        fd: Any descriptor of it, also one that came from another process.
-    """
-    import fcntl
-
-    wanted = _LINUX_SEALS & ~0x0001
-    try:
-        return fcntl.fcntl(fd, _F_GET_SEALS) & wanted == wanted
-    except OSError:  # not memory but a file on a disk
-        return False
-
-
-def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`.
-
-    Args:
-        fd: Memory or a file.
-        data: Contiguous bytes.
-        offset: Where in it.
-    """
-    written = 0
-    while written < len(data):
-        written += os.pwrite(fd, data[written:], offset + written)
-
-
-def writes_to(fd: int) -> Sink:
+def writes_to(fd: int, *, path: Path) -> Sink:
     """Return a sink that writes every chunk to where it was in the file.
 
     Args:
         fd: Memory from `new_memory`.
+        path: The file, for messages.
     """
-    return lambda offset, chunk: write_at(fd, chunk, offset)
+    return lambda offset, chunk: write_at(fd, chunk, offset, path=path)
 
 
 def read_start(source: OpenedFile, size_bytes: int) -> bytearray:
@@ -251,6 +180,32 @@ def _read_chunk(source: OpenedFile, buffer: bytearray) -> memoryview:
     return view[:size_bytes]
 
 
+def read_at(fd: int, size_bytes: int, offset: int) -> bytes:
+    """Read from a place in an open file, not moving its position where the system can do that.
+
+    Args:
+        fd: The descriptor.
+        size_bytes: How many bytes; fewer are read at the end of the file.
+        offset: Where to begin.
+
+    Returns:
+        The bytes.
+    """
+    parts = []
+    while size_bytes > 0 and (part := _read_part(fd, min(size_bytes, 1 << 30), offset)):
+        parts.append(part)
+        offset += len(part)
+        size_bytes -= len(part)
+    return b"".join(parts)
+
+
+def _read_part(fd: int, size_bytes: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(fd, size_bytes, offset)
+    os.lseek(fd, offset, os.SEEK_SET)  # Windows
+    return os.read(fd, size_bytes)
+
+
 def _check_size(source: OpenedFile, read_bytes: int, *, at_end: bool) -> None:
     if read_bytes > source.size_bytes or (at_end and read_bytes != source.size_bytes):
         what = "grew" if read_bytes > source.size_bytes else "shrank"
@@ -263,9 +218,9 @@ def _check_size(source: OpenedFile, read_bytes: int, *, at_end: bool) -> None:
 
 def _unreadable(path: Path, error: Exception) -> SourceError:
     if isinstance(error, FileNotFoundError):
-        return SourceError(f"{path}: no such file.{_near(path)}", path=str(path), looked_for=[str(path)])
+        return SourceError(f"{str(path)[:300]}: no such file.{_near(path)}", path=str(path), looked_for=[str(path)])
     text = error.strerror if isinstance(error, OSError) else str(error)
-    return SourceError(f"{path}: cannot be read: {text}.", path=str(path), looked_for=[str(path)])
+    return SourceError(f"{str(path)[:300]}: cannot be read: {text}.", path=str(path), looked_for=[str(path)])
 
 
 def _near(path: Path) -> str:

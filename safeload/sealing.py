@@ -5,7 +5,7 @@ good: what happens to the folder afterwards does not matter. The index is parsed
 it names are read. Nothing is compared here but sizes, which are refused before a byte is read where they are known.
 
 On Linux a file's bytes go into a memfd sealed against writing, shrinking and growing, and `open_folder` shows it to the
-unmodified loader as a link to `/proc/self/fd/N`. Elsewhere they go into a private file that only this user can reach.
+unmodified loader as a link to `/proc/self/fd/N`. Elsewhere they go into a private file (see `holding`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from typing import Final, Literal
 
 from safeload.comparing import compare, require_covered
 from safeload.digests import Manifest, digest_of_all
-from safeload.errors import IntegrityError, SourceError
-from safeload.headers import SizeWatch
+from safeload.errors import CheckpointError, IntegrityError, SourceError
+from safeload.headers import Header, HeaderWatch
+from safeload.holding import Memory, freeze, has_sealed_memory, new_memory, require_memory, show
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
-from safeload.reading import OnChunk, OpenedFile, copy_hashed, freeze, new_memory, open_regular, writes_to
+from safeload.reading import OpenedFile, copy_hashed, open_regular, read_at, writes_to
 from safeload.resolving import Checkpoint, require_known_weights
 
 __all__ = [
@@ -37,14 +38,16 @@ __all__ = [
     "SealedCheckpoint",
     "SealedFile",
     "SourceFolder",
+    "header_watches",
     "open_checkpoint",
     "open_folder",
+    "path_of",
     "seal",
-    "size_watches",
 ]
 
 OnBytes = Callable[[int, int], None]
 
+_SHOWN: Final = 10
 _THREADS: Final = 4  # files at a time; each has one more thread that hashes
 
 
@@ -52,15 +55,19 @@ _THREADS: Final = 4  # files at a time; each has one more thread that hashes
 class SealedFile:
     """One file of the checkpoint in memory that nobody can change.
 
-    `fd` is owned by the `SealedCheckpoint` and closed with it; a mapping made before stays valid. `link` is where the
-    folder's entry pointed, when it was a symbolic link. `digests` are by algorithm, "git-sha1" where it was asked for.
+    `fd` is owned by the `SealedCheckpoint` and closed with it; a mapping made before stays valid. `path` is set where
+    the memory is a private file. `link` is where the folder's entry pointed, when it was a symbolic link. `digests` are
+    by algorithm, "git-sha1" where it was asked for. `header` is that of a safetensors file, or what is wrong with it,
+    which `examine` raises.
     """
 
     name: str
     fd: int
     size_bytes: int
     digests: Mapping[str, str]
+    path: Path | None = None
     link: str | None = None
+    header: Header | CheckpointError | None = None
 
     @property
     def sha256(self) -> str:
@@ -127,12 +134,8 @@ class SealedCheckpoint:
             The bytes, those that were hashed.
         """
         file = self.file(name)
-        end = file.size_bytes if size_bytes is None else min(file.size_bytes, offset + size_bytes)
-        parts = []
-        while offset < end and (part := os.pread(file.fd, min(end - offset, 1 << 30), offset)):
-            parts.append(part)
-            offset += len(part)
-        return b"".join(parts)
+        left_bytes = max(0, file.size_bytes - offset)
+        return read_at(file.fd, left_bytes if size_bytes is None else min(left_bytes, size_bytes), offset)
 
     def close(self) -> None:
         """Close the descriptors. Tensors that map the sealed memory keep it alive and stay valid."""
@@ -229,7 +232,8 @@ def seal(
         The sealed files. The caller owns them: use it in a `with` block or call `close`.
 
     Raises:
-        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
+        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read; or there
+            is not the memory for a copy.
         IntegrityError: A size, or the digest of a small file, is not the one in the manifest.
         CheckpointError: The index or the config is malformed.
 
@@ -237,6 +241,8 @@ def seal(
         Source rank only.
     """
     with open_checkpoint(checkpoint, manifest, memory=memory) as opened:
+        if opened.copies:
+            require_memory(sum(file.size_bytes for file in opened.shards), what=str(checkpoint.folder))
         return opened.with_weights(opened.source.read_all(opened.shards, copies=opened.copies, on_bytes=on_bytes))
 
 
@@ -257,7 +263,7 @@ def open_folder(sealed: SealedCheckpoint) -> Iterator[Path]:
             for name in _names_for_loader(sealed.checkpoint, file.name):
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                target.symlink_to(f"/proc/self/fd/{file.fd}")
+                show(file.fd, file.path, target)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -288,7 +294,8 @@ class SourceFolder:
             else:
                 self.opened.callback(os.close, files[-1].fd)
         if missing:
-            message = " ".join(error.message for error in missing.values())
+            message = " ".join(error.message for error in list(missing.values())[:_SHOWN])
+            message += f" And {len(missing) - _SHOWN} more." if len(missing) > _SHOWN else ""
             first = next(iter(missing))
             raise SourceError(message, path=first, looked_for=list(missing)) from missing[first]
         for file in files:
@@ -299,7 +306,7 @@ class SourceFolder:
         expected = self.manifest.entries.get(file.name)
         if expected is None or expected.size_bytes in (None, file.size_bytes):
             return
-        junk = describe_junk(os.pread(file.fd, 512, 0))
+        junk = describe_junk(read_at(file.fd, 512, 0))
         raise IntegrityError(
             f"{file.path}: {file.size_bytes} bytes, {self.manifest.source} says {expected.size_bytes}: "
             f"{f'this is {junk}' if junk else 'truncated, or another file; download it again'}.",
@@ -315,7 +322,7 @@ class SourceFolder:
     ) -> tuple[SealedFile, ...]:
         """Read opened files, several at a time; the first failure in their order ends them all."""
         progress = Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
-        targets: list[int | None] = [self.new_memory(file.name) if copies else None for file in files]
+        targets = [new_memory(file.name, self.owner) if copies else None for file in files]
         with ThreadPoolExecutor(max(1, min(_THREADS, len(files)))) as pool:
             futures = [pool.submit(self._read, *pair, progress) for pair in zip(files, targets, strict=True)]
             try:
@@ -324,37 +331,34 @@ class SourceFolder:
                 progress.stopped.set()
                 raise
 
-    def new_memory(self, name: str) -> int:
-        """Make memory that is closed with the checkpoint."""
-        fd = new_memory(name)
-        self.owner.callback(os.close, fd)
-        return fd
-
     def wants_git_sha1(self, name: str) -> bool:
         """Whether the manifest holds this file to git's blob id."""
         expected = self.manifest.entries.get(name)
         return expected is not None and expected.algorithm == "git-sha1"
 
-    def _read(self, file: OpenedFile, target_fd: int | None, progress: Progress) -> SealedFile:
-        sink = None if target_fd is None else writes_to(target_fd)
-        watches = [*size_watches(file), progress.add]
-        digests = copy_hashed(file, sink, git_sha1=self.wants_git_sha1(file.name), on_chunk=watches)
-        if target_fd is not None:
-            freeze(target_fd)
+    def _read(self, file: OpenedFile, target: Memory | None, progress: Progress) -> SealedFile:
+        sink = None if target is None else writes_to(target.fd, path=file.path)
+        watches = header_watches(file)
+        chunks = [*(watch.add for watch in watches), progress.add]
+        digests = copy_hashed(file, sink, git_sha1=self.wants_git_sha1(file.name), on_chunk=chunks)
+        if target is not None:
+            freeze(target)
         return SealedFile(
             name=file.name,
-            fd=file.fd if target_fd is None else target_fd,
+            fd=target.fd if target else file.fd,
+            path=target.path if target else path_of(file),
             size_bytes=file.size_bytes,
             digests=MappingProxyType(digests),
             link=file.link,
+            header=watches[0].result() if watches else None,
         )
 
 
-def size_watches(file: OpenedFile) -> list[OnChunk]:
-    """Return what has to see each chunk of a file: a safetensors file says at its beginning how long it is."""
+def header_watches(file: OpenedFile) -> list[HeaderWatch]:
+    """Return what has to see each chunk of a safetensors file; none for other files."""
     if not file.name.endswith(".safetensors"):
         return []
-    return [SizeWatch(path=str(file.path), size_bytes=file.size_bytes).add]
+    return [HeaderWatch(path=str(file.path), size_bytes=file.size_bytes)]
 
 
 class Progress:
@@ -373,3 +377,8 @@ class Progress:
             with self._lock:
                 self._done_bytes += len(chunk)
                 self._on_bytes(self._done_bytes, self._total_bytes)
+
+
+def path_of(file: OpenedFile) -> Path | None:
+    """The way to a file that is mapped itself, where its descriptor is no name."""
+    return None if has_sealed_memory() else file.path.absolute()

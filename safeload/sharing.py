@@ -21,9 +21,9 @@ import torch
 from safeload.deferring import Place
 from safeload.errors import GroupError, IntegrityError
 from safeload.handing import Offer, node_key, take
+from safeload.holding import is_frozen
 from safeload.mapping import can_map, map_private, view
 from safeload.planning import LoadPlan
-from safeload.reading import is_frozen
 
 __all__ = ["Answer", "Blocks", "Choice", "Layout", "choose", "offer", "take_over"]
 

@@ -21,15 +21,16 @@ from torch import nn
 from safeload.building import build_source
 from safeload.deferring import Built, build_on, build_while_reading
 from safeload.errors import CheckpointError, SafeLoadError
-from safeload.examining import examine
+from safeload.examining import Contents, examine
 from safeload.filling import Filling
+from safeload.fitting import check_kinds
 from safeload.mapping import can_map
 from safeload.planning import LoadPlan, segment_views
 from safeload.recipes import Recipe, recipe_of
 from safeload.reporting import progress_bar
 from safeload.requesting import Request, floating_dtype
 from safeload.resolving import Checkpoint
-from safeload.sealing import OpenedCheckpoint, SealedCheckpoint, open_checkpoint, open_folder
+from safeload.sealing import OnBytes, OpenedCheckpoint, SealedCheckpoint, open_checkpoint, open_folder
 from safeload.sharing import Blocks, Layout, offer
 from safeload.verifying import Manifest, Verification, verify
 
@@ -126,7 +127,13 @@ class Sourced:
 
 
 def source_tower(
-    request: Request, checkpoint: Checkpoint, manifest: Manifest, *, shares: bool, kept: ExitStack
+    request: Request,
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    *,
+    shares: bool,
+    kept: ExitStack,
+    check: Callable[[], None],
 ) -> Sourced:
     """Open the checkpoint, begin to read it, and build the tower.
 
@@ -136,6 +143,7 @@ def source_tower(
         manifest: What it should be.
         shares: Whether other ranks of this node may map the memory.
         kept: Ends with the load: descriptors and threads go with it.
+        check: Called now and then; what it raises ends the reading.
 
     Returns:
         The tower. Where it was built while the weights are still being read, `finish` brings the verdict.
@@ -148,16 +156,22 @@ def source_tower(
     with _stage("seal"):
         opened = kept.enter_context(open_checkpoint(checkpoint, manifest, memory=request.memory))
     show = kept.enter_context(progress_bar(request.progress, f"{request.origin}: read and verify"))
+
+    def on_bytes(done_bytes: int, total_bytes: int) -> None:
+        check()  # no use in reading on for a group that has failed
+        if show is not None:
+            show(done_bytes, total_bytes)
+
     with _stage("seal"):
-        filling = kept.enter_context(_open_filling(opened, show))
+        filling = kept.enter_context(_open_filling(opened, on_bytes))
     built, seen, verification = _build_early(request, filling), filling.seen, None
     is_early = built is not None
     if built is None:
         seen, verification = _read(filling, manifest, request, kept)
         with _stage("examine"):
-            examine(seen)
+            contents = examine(seen)
         with _stage("build"):
-            built = build_on(lambda sealed: _build(request, sealed), seen, shares=shares and can_map())
+            built = build_on(lambda sealed: _build(request, sealed, contents), seen, shares=shares and can_map())
     if built.arena is not None:
         kept.callback(built.arena.close)
     sourced = Sourced(
@@ -175,12 +189,12 @@ def source_tower(
     return sourced
 
 
-def _open_filling(opened: OpenedCheckpoint, show: Any) -> Filling:
+def _open_filling(opened: OpenedCheckpoint, on_bytes: OnBytes) -> Filling:
     """Prepare to read the weights, with their headers to be looked at first where they have any."""
     if can_map() and not opened.source.checkpoint.pickled:
         with contextlib.suppress(SafeLoadError):  # a bad header is told later, unless the digest says what is wrong
-            return Filling(opened, on_bytes=show, headers=True)
-    return Filling(opened, on_bytes=show, headers=False)
+            return Filling(opened, on_bytes=on_bytes, headers=True)
+    return Filling(opened, on_bytes=on_bytes, headers=False)
 
 
 def _build_early(request: Request, filling: Filling) -> Built | None:
@@ -194,7 +208,9 @@ def _build_early(request: Request, filling: Filling) -> Built | None:
         contents = examine(filling.seen)
     except CheckpointError:
         return None
-    built = build_while_reading(lambda seen: _build(request, seen), filling, contents, casts=dtype is not None)
+    built = build_while_reading(
+        lambda seen: _build(request, seen, contents), filling, contents, casts=dtype is not None
+    )
     filling.start()
     return built
 
@@ -209,9 +225,9 @@ def _read(
         return sealed, verify(manifest, sealed.digests, mode=request.verify)
 
 
-def _build(request: Request, seen: SealedCheckpoint) -> nn.Module:
+def _build(request: Request, seen: SealedCheckpoint, contents: Contents) -> nn.Module:
     with open_folder(seen) as folder:
-        return build_source(
+        module = build_source(
             request.model_class,
             folder,
             origin=request.origin,
@@ -222,6 +238,8 @@ def _build(request: Request, seen: SealedCheckpoint) -> nn.Module:
             ignore_unexpected=request.ignore_unexpected,
             model_kwargs=request.model_kwargs,
         )
+    check_kinds(module, contents.tensors, request.origin)
+    return module
 
 
 def _recipe(request: Request, built: Built, seen: SealedCheckpoint) -> Recipe:

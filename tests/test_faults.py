@@ -1,0 +1,322 @@
+"""Faults in the whole pipeline: each stage, on the source and on another rank, by each kind of fault.
+
+The exceptions run one after another in one process group, which has to load again after each of them. What kills a
+process runs in a group of its own.
+"""
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from safeload.errors import IntegrityError, SafeLoadError
+from tests.ranks import on_ranks, run_on_ranks
+from tests.towers import clip_folder
+
+PROMPT_S = 10.0
+SOURCE, PEER = 1, 0  # the source is not rank 0 here
+SOURCE_STAGES = {  # stage as errors name it: what does its work
+    "resolve": "safeload.loading.resolve",
+    "expect": "safeload.loading.expect",
+    "seal": "safeload.loading.seal",
+    "verify": "safeload.loading.verify",
+    "examine": "safeload.loading.examine",
+    "build": "safeload.loading.build_source",
+    "plan": "safeload.loading.plan",
+}
+PEER_STAGES = {
+    "plan": "safeload.loading._Letter.from_json",
+    "build": "safeload.loading.build_peer",
+    "allocate": "safeload.loading.allocate",
+    "place": "safeload.loading.place",
+}
+ALL_STAGES = {
+    "arguments": "safeload.requesting.Request.check",
+    "device": "safeload.loading._device",
+    "broadcast": "safeload.broadcasting._copy",
+    "protect": "safeload.loading.protect",
+}
+TABLE = [
+    *((stage, work, SOURCE) for stage, work in (SOURCE_STAGES | ALL_STAGES).items()),
+    *((stage, work, PEER) for stage, work in (PEER_STAGES | ALL_STAGES).items()),
+]
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory):
+    return clip_folder(tmp_path_factory.mktemp("towers") / "clip")
+
+
+def load(folder, **kwargs):
+    from transformers import CLIPVisionModel
+
+    from safeload.loading import safe_from_pretrained
+
+    options = {"verify": "off", "source_rank": SOURCE, "timeout": timedelta(seconds=30), "device": "cpu"} | kwargs
+    return safe_from_pretrained(CLIPVisionModel, folder, **options)
+
+
+@contextlib.contextmanager
+def fault(work, rank, action):
+    """Run `action` where `work` begins, on one rank."""
+    if int(os.environ["RANK"]) != rank:
+        yield
+        return
+    owner, name = _find(work)
+    original = getattr(owner, name)
+
+    def faulty(*args, **kwargs):
+        action()
+        return original(*args, **kwargs)
+
+    with mock.patch.object(owner, name, faulty):
+        yield
+
+
+def _find(work):
+    import importlib
+
+    parts = work.split(".")
+    owner = importlib.import_module(".".join(parts[:2]))
+    for part in parts[2:-1]:
+        owner = getattr(owner, part)
+    return owner, parts[-1]
+
+
+def use_temporary_folder(tmp_path):
+    """Give this rank a folder of its own for temporary files, so that each can be accounted for."""
+    own = tmp_path / f"temporary-{os.environ['RANK']}"
+    own.mkdir()
+    tempfile.tempdir = str(own)
+
+
+def leftovers():
+    """Count what a load could leave behind: threads, descriptors, sealed memory, shared memory, temporary files."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text()
+    return Counter(
+        [
+            *(f"thread {thread.name}" for thread in threading.enumerate()),
+            *_descriptors(),
+            *(line.split()[-2] for line in maps.splitlines() if "memfd:" in line),
+            *(f"shared {name}" for name in os.listdir("/dev/shm") if "safeload" in name or "torch" in name),
+            *(f"temporary {name}" for name in os.listdir(tempfile.gettempdir())),
+        ]
+    )
+
+
+def _descriptors():
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0]
+
+
+def raise_typed():
+    raise IntegrityError("planted", path="model.safetensors", expected="aa", actual="bb")
+
+
+def raise_foreign():
+    raise ValueError("planted")
+
+
+@pytest.mark.parametrize("kind", ["typed", "foreign"])
+@on_ranks(3, timeout_s=100)
+def test_an_exception_in_any_stage_on_any_rank(kind, tower, tmp_path):
+    import torch.distributed as dist
+
+    use_temporary_folder(tmp_path)
+    load(tower)
+    dist.barrier()
+    before = leftovers()
+    action = raise_typed if kind == "typed" else raise_foreign
+    for stage, work, rank in TABLE:
+        at = f"{stage} on rank {rank}"
+        began = time.monotonic()
+        with (
+            pytest.raises(SafeLoadError) as caught,
+            fault(work, rank, action),
+        ):
+            load(tower)
+        error = caught.value
+        assert time.monotonic() - began < PROMPT_S, at
+        assert type(error).__name__ == ("IntegrityError" if kind == "typed" else "PeerError"), (at, error)
+        assert (error.rank, error.host, error.stage) == (rank, os.uname().nodename, stage), (at, error)
+        assert "planted" in str(error), at
+        if kind == "typed":
+            assert (error.path, error.expected, error.actual) == ("model.safetensors", "aa", "bb")
+        else:
+            assert error.failures == {rank: "ValueError: planted"}, at
+        del error, caught
+    load(tower)
+    dist.barrier()
+    assert not leftovers() - before
+
+
+def meet_end(tmp_path, folder, planned, options=None):
+    """Load with a fault that ends a process; tell class, rank named, text, seconds since, and what was left."""
+    work, rank, end = planned
+    use_temporary_folder(tmp_path)
+    load(folder)
+    before = leftovers()
+    mark = tmp_path / "when"
+
+    def action():
+        mark.with_suffix(".new").write_text(str(time.monotonic()))
+        mark.with_suffix(".new").rename(mark)
+        end(folder)
+
+    try:
+        with fault(work, rank, action):
+            load(folder, **(options or {}))
+    except SafeLoadError as error:
+        since = time.monotonic() - float(mark.read_text())
+        seen = {"class": type(error).__name__, "rank": error.rank, "text": str(error), "seconds": since}
+        del error
+    else:
+        return "no error"
+    connections = {"socket", "anon_inode"}  # a process group with a dead member keeps some until it is destroyed
+    return seen | {"left": sorted(name for name in leftovers() - before if name not in connections)}
+
+
+def kill(folder):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def truncate(folder):
+    """Make the mapped file shorter: the next page that is touched is not there."""
+    os.truncate(folder / "model.safetensors", 4096)
+
+
+def take_memory(folder):
+    """Leave this process no room: what comes next can not be allocated."""
+    with open("/proc/self/statm") as statm:
+        used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 1024**2, resource.RLIM_INFINITY))
+    raise MemoryError(_fill())
+
+
+def _fill():
+    """Ask for more than is left, and return what the system says."""
+    try:
+        bytearray(64 * 1024**2)
+    except MemoryError:
+        return "no room for 64 MiB"
+    raise AssertionError("the limit did not hold")
+
+
+def check_survivors(results, rank):
+    for result in results:
+        if result.rank == rank:
+            continue
+        assert result.ok, result.describe()
+        seen = result.value
+        assert seen["class"] == "PeerError", seen
+        assert seen["rank"] == rank, seen
+        assert f"rank {rank} lost" in seen["text"], seen
+        assert f"on {os.uname().nodename}) has ended" in seen["text"], seen
+        assert seen["seconds"] < PROMPT_S, seen
+        assert seen["left"] == [], seen
+
+
+SHORT_TABLE = [("seal", SOURCE), ("build", PEER), ("broadcast", SOURCE), ("broadcast", PEER)]
+
+
+def _killed(stage, work, rank):
+    marks = [] if (stage, rank) in SHORT_TABLE else [pytest.mark.slow]
+    return pytest.param(stage, work, rank, marks=marks, id=f"{stage}-{'source' if rank == SOURCE else 'peer'}")
+
+
+@pytest.mark.parametrize(("stage", "work", "rank"), [_killed(*row) for row in TABLE])
+def test_a_killed_rank_in_any_stage(stage, work, rank, tower, tmp_path):
+    results = run_on_ranks(3, meet_end, tmp_path, tower, (work, rank, kill))
+    assert results[rank].exit_status == -signal.SIGKILL
+    check_survivors(results, rank)
+
+
+def test_a_source_that_dies_of_a_mapped_file_made_shorter(tmp_path):
+    own = clip_folder(tmp_path / "tower")
+    planned = (SOURCE_STAGES["plan"], SOURCE, truncate)
+    results = run_on_ranks(3, meet_end, tmp_path, own, planned, {"memory": "mapped"})
+    assert results[SOURCE].exit_status == -signal.SIGBUS
+    check_survivors(results, SOURCE)
+
+
+def test_a_mapped_file_made_shorter_before_the_loader_opens_it(tmp_path):
+    own = clip_folder(tmp_path / "tower")
+    planned = (SOURCE_STAGES["examine"], SOURCE, truncate)
+    for result in run_on_ranks(3, meet_end, tmp_path, own, planned, {"memory": "mapped"}):
+        assert result.ok, result.describe()
+        assert result.value["class"] == "CheckpointError"
+        assert result.value["rank"] == SOURCE
+
+
+@pytest.mark.parametrize(("work", "rank"), [(PEER_STAGES["allocate"], PEER), (SOURCE_STAGES["build"], SOURCE)])
+def test_a_rank_without_memory_left(work, rank, tower, tmp_path):
+    results = run_on_ranks(3, meet_end, tmp_path, tower, (work, rank, take_memory))
+    for result in results:
+        assert result.ok, result.describe()
+        assert result.value["class"] == "PeerError"
+        assert result.value["rank"] == rank
+        assert "MemoryError" in result.value["text"]
+        assert result.value["seconds"] < PROMPT_S
+
+
+@on_ranks(2, group_timeout_s=5, timeout_s=60)
+def test_a_source_of_12_s_in_a_process_group_whose_timeout_is_5_s(tower):
+    began = time.monotonic()
+    slow_source = fault(SOURCE_STAGES["seal"], SOURCE, lambda: time.sleep(12))
+    slow_peer = fault(PEER_STAGES["build"], PEER, lambda: time.sleep(6))
+    with slow_source, slow_peer:
+        load(tower)
+    assert time.monotonic() - began > 18
+
+
+@pytest.mark.parametrize("rank", [SOURCE, PEER])
+@on_ranks(2)
+def test_work_that_does_not_end_in_time(rank, tower):
+    work = {SOURCE: SOURCE_STAGES["seal"], PEER: PEER_STAGES["build"]}[rank]
+    began = time.monotonic()
+    with fault(work, rank, lambda: time.sleep(6)), pytest.raises(SafeLoadError) as caught:
+        load(tower, timeout=timedelta(seconds=2))
+    assert type(caught.value).__name__ == "PeerError"
+    assert "within 2 s" in str(caught.value)
+    assert list(caught.value.failures) == [rank]
+    if int(os.environ["RANK"]) != rank:
+        assert time.monotonic() - began < 2 + 3
+    load(tower)
+
+
+def read_for_long(folder):
+    """Read in chunks of 3 s each on the source, while the other rank dies after one second."""
+    if int(os.environ["RANK"]) == PEER:
+        threading.Timer(1.0, kill, [folder]).start()
+    with mock.patch("safeload.sealing.freeze") as finished:
+        with fault("safeload.sealing._Progress.add", SOURCE, lambda: time.sleep(3)), pytest.raises(SafeLoadError):
+            load(folder)
+        return finished.call_count
+
+
+def test_reading_stops_when_another_rank_is_lost(tower):
+    results = run_on_ranks(2, read_for_long, tower)
+    assert results[SOURCE].ok, results[SOURCE].describe()
+    assert results[SOURCE].value < 2  # config.json at most: the weights were not read to their end
+    assert results[SOURCE].seconds < PROMPT_S
+
+
+@on_ranks(4)
+def test_each_dimension_of_a_mesh_loads_its_own(tower):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name in ("replicate", "shard"):
+        assert load(tower, group=mesh[name]).training is False
