@@ -159,9 +159,9 @@ def safe_from_pretrained(
         verdict: "load" returns when the bytes have been verified; "first_use" returns when the tensors are in place,
             and verification goes on behind: the tower's first use (forward, state dict, unfreeze, check, pickle) waits
             for it, and raises there, on every rank, what "load" would have raised.
-        chunk_digests: With memory="mapped": whether a verified load leaves the digests of the files' chunks in a private
-            folder of this user, so that later loads that expect the same sha256 are compared on all cores. None
-            does where the manifest is not pinned. `safeload.chunking` says what that rests on.
+        chunk_digests: With memory="mapped": whether a verified load leaves the digests of the files' chunks in a
+            private folder of this user, so that later loads that expect the same sha256 are compared on all cores.
+            None does where the manifest is not pinned. `safeload.chunking` says what that rests on.
         manifest: A SHA256SUMS file to compare with.
         manifest_sha256: sha256 of that file, 64 hex digits.
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.

@@ -27,6 +27,7 @@ COMMANDS: Final = (
     "lock",
     "inspect",
     "doctor",
+    "bench",
 )  # modules of this package, in the order of the help text
 
 
