@@ -226,7 +226,7 @@ def run_ways(folder: str, ways: tuple[str, ...], rounds: int) -> dict[str, Any]:
     for number in range(rounds + 1):
         for way in ways:
             values, size_bytes = _run_once(_load_by(way, model_class, folder))
-            tower_bytes = size_bytes or tower_bytes
+            tower_bytes = max(size_bytes, tower_bytes)
             for key, value in values.items():
                 runs[way][key] += [value] if number else []
     return {"ways": runs, "tower_bytes": tower_bytes}

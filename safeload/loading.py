@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from safeload.ambient import plain_tensors
-from safeload.broadcasting import broadcast
+from safeload.broadcasting import Piece, broadcast
 from safeload.building import build_peer
 from safeload.casting import install_boundary_casts, install_boundary_errors
 from safeload.chunking import ChunkList
@@ -38,7 +38,7 @@ from safeload.recipes import Recipe
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
 from safeload.requesting import Request
 from safeload.resolving import resolve
-from safeload.sharing import Answer, Blocks, Choice, Layout, choose, take_over
+from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
 from safeload.sourcing import Sourced, compare_chunks, source_tower
 from safeload.verifying import expect
 
@@ -358,14 +358,66 @@ def _fill_every_rank(call: _Call, sourced: Sourced | None) -> _Filled:
     if blocks is not None and sourced is None:
         call.kept.callback(blocks.close)
     load_plan = letter.load_plan
-    if choice.transport == "shared" and blocks is not None:
-        with clock.stage("place"):
-            mine = blocks
-            ranks.agree("place", lambda: place(module, load_plan, mine.map(load_plan), device=device))
-        return _Filled(module=module, load_plan=load_plan, choice=choice, blocks=blocks, known=letter.known)
+    if choice.transport == "shared":
+        if len(choice.nodes) > 1:
+            with clock.stage("broadcast"):
+                blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
+        return _place_shared(call, module, letter, choice, blocks)
     filled = _Filled(module=module, load_plan=load_plan, choice=choice, blocks=None)
     _broadcast(call, filled, device, sourced)
     return filled
+
+
+def _place_shared(call: _Call, module: nn.Module, letter: _Letter, choice: Choice, blocks: Blocks | None) -> _Filled:
+    if blocks is None:
+        raise AssertionError("sharing was chosen without memory to share")
+    with call.clock.stage("place"):
+        call.ranks.agree("place", lambda: place(module, letter.load_plan, blocks.map(letter.load_plan), device=_CPU))
+    known = letter.known if len(choice.nodes) == 1 else ()
+    return _Filled(module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, known=known)
+
+
+def _share_between_nodes(
+    call: _Call, letter: _Letter, choice: Choice, blocks: Blocks | None, sourced: Sourced | None
+) -> Blocks | None:
+    """Broadcast from the source to the first rank of every other node, which offers what it got to its neighbours."""
+    ranks, load_plan = call.ranks, letter.load_plan
+    leaders = [node[0] for node in choice.nodes]
+    leads = ranks.rank in leaders
+
+    def receive() -> Blocks | None:
+        if not leads:
+            return blocks
+        with ranks.among(leaders) as firsts:
+            if sourced is not None:
+                ready = functools.partial(_wait_for_piece, sourced, firsts)
+                broadcast(firsts, load_plan, source=sourced.segments(), target=None, device=_CPU, ready=ready)
+                return blocks
+            return receive_blocks(
+                load_plan,
+                lambda target: broadcast(firsts, load_plan, source=None, target=target, device=_CPU),
+                call.kept,
+            )
+
+    got = ranks.agree("broadcast", receive)
+    mine = got.layout.to_fields() if leads and got is not None and sourced is None else None
+    offers = [json.loads(raw) for raw in ranks.gather_bytes("offers", json.dumps(mine).encode())]
+    node = next(node for node in choice.nodes if ranks.rank in node)
+
+    def take() -> Blocks | None:
+        if leads or node[0] == leaders[0]:
+            return got
+        taken, answer = take_over(Layout.from_fields(offers[node[0]]), device=_CPU)
+        if taken is None:
+            raise SafeLoadError(f"no memory from rank {node[0]}: {answer.problem}; use transport='broadcast'")
+        call.kept.callback(taken.close)
+        return taken
+
+    return ranks.agree("take", take)
+
+
+def _wait_for_piece(sourced: Sourced, ranks: Group, piece: Piece) -> None:
+    sourced.wait_for(piece.segment, piece.stop, ranks.check)
 
 
 def _read_letter(ranks: Group, sourced: Sourced | None) -> _Letter:
@@ -399,7 +451,7 @@ def _broadcast(call: _Call, filled: _Filled, device: torch.device, sourced: Sour
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
-        ready = None if sourced is None else lambda piece: sourced.wait_for(piece.segment, piece.stop, ranks.check)
+        ready = None if sourced is None else functools.partial(_wait_for_piece, sourced, ranks)
         broadcast(ranks, load_plan, source=source, target=target, device=device, ready=ready)
     with clock.stage("place"):
         final = source if target is None and sourced and sourced.blocks else target

@@ -97,7 +97,10 @@ def _sync_module_states(model_class: Any, folder: str) -> nn.Module:
 
     module = _first_or_skeleton(model_class, folder)
     values = [value.detach() for value in (*module.parameters(), *module.buffers())]
-    _sync_params_and_buffers(dist.distributed_c10d._get_default_group(), values, _BUCKET_BYTES, 0)
+    world = dist.group.WORLD
+    if world is None:
+        raise SafeLoadError("this way needs a process group")
+    _sync_params_and_buffers(world, values, _BUCKET_BYTES, 0)
     return module
 
 

@@ -86,7 +86,7 @@ class Sourced:
 
     def wait_for(self, segment: int, stop: int, check: Callable[[], None]) -> None:
         """Wait until the bytes of a segment are there, up to `stop`."""
-        if self.filling is not None:
+        if self.filling is not None and not self.known:  # with known chunks the files themselves are used, unread
             found = self.built.comes_from[segment]
             if found is not None:
                 number, begin, end = found
