@@ -151,8 +151,11 @@ def safe_from_pretrained(
         transport: "shared" makes one copy a node, which its ranks map; "broadcast" sends the bytes with
             torch.distributed to every rank; "auto" shares where all ranks are on one node and want the tower on the
             cpu, else broadcasts. "shared" falls back to "broadcast" where ranks share no kernel: the report says why.
-        memory: "sealed" copies the verified bytes once into memory that nobody can change; "mapped" maps the verified
-            file itself, for storage that nobody writes to.
+        memory: "sealed": the verified bytes are copied once into memory that nobody can change. The bytes in the
+            tensors are the bytes that were hashed, whatever happens to the files. "mapped": nothing is copied, the very
+            file that was hashed is mapped, for storage that nobody writes to. The load fails where the file changed
+            while it was hashed, and replacing it by name is harmless; but what is written into it later shows in the
+            tensors, and who cuts it short kills the process.
         timeout: How long the ranks wait for each other to come, and again for the whole load to end.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ from safeload.sharing import Blocks, Layout, offer
 from safeload.verifying import Manifest, Verification, verify
 
 __all__ = ["Sourced", "compare_chunks", "source_tower"]
+
+_TURN_S: Final = 0.0005  # a chunk is read, hashed and written in some milliseconds, between two waits for a turn
 
 
 @contextlib.contextmanager
@@ -227,6 +230,17 @@ def _build_early(request: Request, filling: Filling, *, reads: bool) -> Built | 
     if reads:
         filling.start()
     return built
+
+
+@contextlib.contextmanager
+def _sharing_the_interpreter() -> Iterator[None]:
+    """Let the threads that read and hash have their turn at the interpreter more often than every 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _read(
