@@ -1,4 +1,11 @@
-"""Frozen towers on every rank: read once, verified, broadcast, and untouched by FSDP."""
+"""Frozen towers on every rank: read once, verified, sent to all, and untouched by FSDP.
+
+    self.vision_tower = safe_from_pretrained(CLIPVisionModel, path)
+
+in place of `CLIPVisionModel.from_pretrained(path)`, also inside an outer model's `__init__`.
+"""
+
+from typing import TYPE_CHECKING
 
 from safeload.errors import (
     CheckpointError,
@@ -14,13 +21,6 @@ from safeload.errors import (
     UnsafeFormatError,
     UnverifiedError,
 )
-from safeload.gradients import GradientReport, gradient_report
-from safeload.loading import load_report, safe_from_pretrained
-from safeload.precision import PrecisionWarning, check_precision
-from safeload.protecting import frozen_towers, unfreeze
-from safeload.reporting import LoadReport, RankReport
-from safeload.ruling import PrecisionReport
-from safeload.upcasting import upcast_trainable
 
 __all__ = [
     "CheckpointError",
@@ -40,6 +40,7 @@ __all__ = [
     "TowerChangedError",
     "UnsafeFormatError",
     "UnverifiedError",
+    "UnverifiedWarning",
     "check_precision",
     "frozen_towers",
     "gradient_report",
@@ -47,4 +48,47 @@ __all__ = [
     "safe_from_pretrained",
     "unfreeze",
     "upcast_trainable",
+    "verify_checkpoint",
+    "write_lock",
 ]
+
+if TYPE_CHECKING:
+    from safeload.auditing import verify_checkpoint, write_lock
+    from safeload.gradients import GradientReport, gradient_report
+    from safeload.loading import load_report, safe_from_pretrained
+    from safeload.precision import PrecisionWarning, check_precision
+    from safeload.protecting import frozen_towers, unfreeze
+    from safeload.reporting import LoadReport, RankReport
+    from safeload.ruling import PrecisionReport
+    from safeload.upcasting import upcast_trainable
+    from safeload.verifying import UnverifiedWarning
+else:
+    # Looked up when first used, so that `safeload --help` need not import torch; type checkers see the lines above.
+    _HOMES = {
+        "GradientReport": "gradients",
+        "LoadReport": "reporting",
+        "PrecisionReport": "ruling",
+        "PrecisionWarning": "precision",
+        "RankReport": "reporting",
+        "UnverifiedWarning": "verifying",
+        "check_precision": "precision",
+        "frozen_towers": "protecting",
+        "gradient_report": "gradients",
+        "load_report": "loading",
+        "safe_from_pretrained": "loading",
+        "unfreeze": "protecting",
+        "upcast_trainable": "upcasting",
+        "verify_checkpoint": "auditing",
+        "write_lock": "auditing",
+    }
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

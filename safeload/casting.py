@@ -7,6 +7,7 @@ nothing is cast, and when a call fails over dtypes the error names the tower, bo
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ __all__ = ["Boundary", "install_boundary_casts", "install_boundary_errors", "rem
 
 # Ways into a tower that do not pass through `forward`: diffusers' VAEs, CLIP-like models, audio codecs
 _ENTRIES: Final = ("forward", "encode", "decode", "get_image_features", "get_text_features", "get_audio_features")
+_REPLICATE: Final = "_replicate_for_data_parallel"
 # "Input type (float) and bias type (c10::Half) should be the same", "expected m1 and m2 to have the same dtype", ...
 _ABOUT_DTYPES: Final = re.compile(
     r"dtype|scalar type|\btype\b.*\b(Half|Float|BFloat16|float|double|c10::)", re.IGNORECASE
@@ -36,6 +38,7 @@ class Boundary:
         """Remember whose method it is; the method itself is looked up at each call."""
         self.tower, self.method, self.name = tower, method, name
         self.casts, self.output_dtype = casts, output_dtype
+        self.replica_dtype: torch.dtype | None = None  # a replica of DataParallel has no parameters to ask
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -56,7 +59,7 @@ class Boundary:
             raise
 
     def _call_cast(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype = _tower_dtype(self.tower)
+        dtype = self.replica_dtype or _tower_dtype(self.tower)
         if dtype is None:
             return method(self.tower, *args, **kwargs)
         outside = self.output_dtype or next(_floating(args, kwargs), dtype)
@@ -71,7 +74,7 @@ class Boundary:
         return _cast(out, outside, saturate=False)
 
     def _explain(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inside = _tower_dtype(self.tower)
+        inside = self.replica_dtype or _tower_dtype(self.tower)
         given = sorted({str(dtype) for dtype in _floating(args, kwargs) if dtype != inside})
         ambient = _autocast(self.tower)[1]
         if ambient not in (None, inside):
@@ -81,12 +84,29 @@ class Boundary:
         fix = "safe_from_pretrained(..., cast_inputs=True)"
         raise PrecisionError(
             f"Tower {self.name!r} ({type(self.tower).__name__}) holds {inside} and was called with"
-            f" {' and '.join(given)} ({self.method}): {error}. Either cast the inputs to {inside} before the call, or load"
-            " the tower with cast_inputs=True, which casts floating inputs to its dtype and its outputs back to the caller's.",
+            f" {' and '.join(given)} ({self.method}): {error}. Either cast the inputs to {inside} before the call, or"
+            " load the tower with cast_inputs=True, which casts floating inputs to its dtype and outputs back to the"
+            " caller's.",
             stage="precision",
             parameters={},
             fix=fix,
         ) from error
+
+
+class _Replicator:
+    """Stands in front of the method by which `nn.DataParallel` copies a module, dictionary and all."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        self.tower = tower
+
+    def __call__(self) -> Any:
+        replica = getattr(type(self.tower), _REPLICATE)(self.tower)
+        for method in _ENTRIES:
+            boundary = replica.__dict__.get(method)
+            if isinstance(boundary, Boundary):
+                replica.__dict__[method] = twin = copy.copy(boundary)
+                twin.tower, twin.replica_dtype = replica, boundary.replica_dtype or _tower_dtype(self.tower)
+        return replica
 
 
 def install_boundary_casts(tower: nn.Module, *, name: str = "", output_dtype: torch.dtype | None = None) -> nn.Module:
@@ -134,6 +154,7 @@ def remove_boundary(tower: nn.Module) -> nn.Module:
     for method in _ENTRIES:
         if isinstance(tower.__dict__.get(method), Boundary):
             delattr(tower, method)
+    tower.__dict__.pop(_REPLICATE, None)
     return tower
 
 
@@ -143,6 +164,7 @@ def _install(tower: nn.Module, *, name: str, casts: bool, output_dtype: torch.dt
         if callable(getattr(type(tower), method, None)) and method not in tower.__dict__:
             where = name or type(tower).__name__
             setattr(tower, method, Boundary(tower, method, name=where, casts=casts, output_dtype=output_dtype))
+    tower.__dict__[_REPLICATE] = _Replicator(tower)
     return tower
 
 

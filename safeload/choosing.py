@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from safeload.errors import SourceError, UnsafeFormatError
-from safeload.indexes import fold_name
+from safeload.indexes import fold_name, listed
 
 __all__ = ["ANY_NAME", "CONFIG_NAMES", "INDEX_PATTERNS", "PICKLE_SUFFIXES", "Choice", "Wanted", "choose_files"]
 
@@ -69,14 +69,16 @@ def choose_files(names: Iterable[str], wanted: Wanted, *, where: str) -> Choice:
         _with_variant(f"{stem}.safetensors{tail}", variant) for stem in _STEMS for tail in ("", ".index.json")
     ]
     if not candidates and variant is None:
-        candidates = [(name, ANY_NAME) for name in present if name.endswith(".safetensors")]
+        known = {fold_name(name) for name in ANY_NAME}  # Model.safetensors is a mistake, not a name of one's own
+        others = [name for name in present if name.endswith(".safetensors") and fold_name(name) not in known]
+        candidates = [(name, ANY_NAME) for name in others]
         looked_for.append("one *.safetensors")
     pickled = not candidates
     if pickled and wanted.allow_pickle:
         candidates = _candidates(present, _PICKLE_STEMS, "bin", variant)
     if len(candidates) > 1:
         raise SourceError(
-            f"{where}: ambiguous, there are {', '.join(name for name, _ in candidates)}: keep one, or give the path of "
+            f"{where}: ambiguous, there are {listed(name for name, _ in candidates)}: keep one, or give the path of "
             "one file.",
             path=where,
             looked_for=looked_for,
@@ -116,12 +118,12 @@ def _nothing_found(present: list[str], *, where: str, looked_for: list[str], var
     pickles = [name for name in present if name.endswith((*PICKLE_SUFFIXES, ".bin.index.json"))]
     others = [name for name in present if name.endswith((".safetensors", ".safetensors.index.json"))]
     near = [name for name in present for wanted in looked_for if fold_name(name) == fold_name(wanted)]
-    hint = f" There is {', '.join(map(ascii, near))}: names are compared byte for byte." if near else ""
+    hint = f" There is {listed(map(ascii, near))}: names are compared byte for byte." if near else ""
     if variant and others:
-        hint = f" variant={variant!r} was asked for; there are {', '.join(others[:5])}."
+        hint = f" variant={variant!r} was asked for; there are {listed(others)}."
     if pickles and not others and not near:
         return UnsafeFormatError(
-            f"{where}: only pickle files ({', '.join(pickles[:5])}), which can run code when loaded. Convert them "
+            f"{where}: only pickle files ({listed(pickles)}), which can run code when loaded. Convert them "
             "once, where you trust them: load with torch.load(path, weights_only=True) and write with "
             "safetensors.torch.save_file(state_dict, 'model.safetensors', metadata={'format': 'pt'}); or pass "
             "allow_pickle=True to load them with weights_only=True.",

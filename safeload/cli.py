@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Any, Final, cast
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NoReturn, cast
 
 from safeload.commands import COMMANDS, Command, UsageError
 from safeload.errors import SafeLoadError
@@ -17,7 +20,7 @@ __all__ = ["build_parser", "main"]
 
 _CHECK_FAILED: Final = 1
 _MISUSE: Final = 2
-_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells have it
+_SIGNALLED: Final = 128  # and the signal's number, as shells have it
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
-        return int(args.command.run(args))
+        with _terminated_by_exception():
+            return int(args.command.run(args))
     except UsageError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _MISUSE
@@ -60,7 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _CHECK_FAILED
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return _SIGNALLED + signal.SIGINT
+
+
+@contextlib.contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does, so that processes and temporary files go with the program."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(_SIGNALLED + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _print_failure(error: SafeLoadError, *, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safeload.digests import Digest, Manifest
 from safeload.errors import IntegrityError
+from safeload.indexes import listed
 
 __all__ = ["compare", "require_covered"]
 
@@ -25,7 +26,7 @@ def require_covered(manifest: Manifest, names: Iterable[str]) -> None:
     uncovered = [name for name in names if name not in manifest.entries]
     if manifest.entries and uncovered:
         raise IntegrityError(
-            f"{manifest.folder}: the load needs {', '.join(uncovered)}, not named by {manifest.source}. Make a lock "
+            f"{manifest.folder}: the load needs {listed(uncovered)}, not named by {manifest.source}. Make a lock "
             "that names all files (safeload lock), or remove what does not belong there.",
             path=str(manifest.folder / uncovered[0]),
             algorithm="sha256",
@@ -56,7 +57,7 @@ def _agrees(expected: Digest, actual: Mapping[str, str]) -> bool:
 
 def _differs(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], wrong: list[str]) -> IntegrityError:
     lines = []
-    for name in wrong:
+    for name in wrong[:10]:
         expected = manifest.entries[name]
         actual = digests[name].get(expected.algorithm)
         path = manifest.folder / name

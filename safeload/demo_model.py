@@ -25,6 +25,9 @@ _VISION_HALVES: Final = {
     "siglip_vision_model": "SiglipVisionModel",
 }
 
+_ANY_SIZE: Final = ("dinov2", "dinov2_with_registers", "dinov3_vit")  # take small images as well as large ones
+_PATCHES: Final = 8  # along each side of such an image
+
 
 class ModelConfig(LlamaConfig):  # type: ignore[misc]
     """The language model's configuration, and where the tower is."""
@@ -125,6 +128,8 @@ def tower_inputs(tower: Any, *, batch: int, generator: torch.Generator) -> dict[
     """
     config, dtype = tower.config, next(tower.parameters()).dtype
     size = getattr(config, "image_size", None)
+    if config.model_type in _ANY_SIZE:
+        size = config.patch_size * _PATCHES
     if size is None:
         ids = torch.randint(min(config.vocab_size, 1000), (batch, _IMAGE_TOKENS), generator=generator)
         return {"input_ids": ids}

@@ -33,8 +33,8 @@ from safeload.resolving import resolve
 
 __all__ = ["load_plainly", "load_safely", "prepare"]
 
-_STEPS: Final = 5
-_BATCH: Final = 2
+_STEPS: Final = 4
+_BATCH: Final = 1
 _LEARNING_RATE: Final = 1e-2
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth")
 _ERROR_TEXT: Final = 200
@@ -56,7 +56,7 @@ def prepare(tower: str | None, work: str) -> Setting:
     return Setting(
         tower=folder,
         origin=tower or folder,
-        tower_class=tower_class,
+        tower_class=type(alone).__name__,
         width=width,
         outer=str(outer),
         weight_files=tuple(str(path) for path in sorted(Path(folder).iterdir()) if path.suffix in _WEIGHT_SUFFIXES),
@@ -145,10 +145,10 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor | None) -> str:
-    """Return the sha256 of a tensor's dtype, shape and bytes; a word where it has no bytes."""
+    """Return the sha256 of a tensor's dtype, shape and bytes, of this rank's shard of it; a word where it has none."""
     if tensor is None or tensor.is_meta:
         return "missing" if tensor is None else "meta"
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = _local(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + raw.tobytes()).hexdigest()
 
 
@@ -173,7 +173,7 @@ def _train(model: Model, way: str) -> TrainRow:
         fully_shard(layer)
     fully_shard(model)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    start = {name: _digest(_local(parameter)) for name, parameter in named.items()}
+    start = {name: _digest(parameter) for name, parameter in named.items()}
     losses = _steps(model)
     after = _Snapshot.of(tower)
     return TrainRow(
@@ -186,7 +186,7 @@ def _train(model: Model, way: str) -> TrainRow:
         same_values=after.digests == before.digests,
         sharded=sum(isinstance(parameter, DTensor) for parameter in named.values()),
         trainable=len(trainable),
-        changed=sum(_digest(_local(parameter)) != start[name] for name, parameter in named.items()),
+        changed=sum(_digest(parameter) != start[name] for name, parameter in named.items()),
         memory_bytes=pss_bytes(),
     )
 
@@ -224,7 +224,7 @@ def _steps(model: Model) -> tuple[float, ...]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return tuple(losses)
 
 

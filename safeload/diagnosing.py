@@ -53,7 +53,7 @@ class Diagnosis:
     def __str__(self) -> str:
         """Return the diagnosis as text."""
         errors = sum(finding.severity == "error" for finding in self.findings)
-        lines = [f"{self.title}: {errors} errors, {len(self.findings) - errors} warnings"]
+        lines = [f"{self.title}: {_count(errors, 'error')}, {_count(len(self.findings) - errors, 'warning')}"]
         for finding in self.findings:
             where = finding.path if finding.line is None else f"{finding.path}:{finding.line}"
             lines += [f"{finding.severity}: {where}: [{finding.rule}]", f"    will go wrong: {finding.consequence}"]
@@ -93,6 +93,10 @@ def _finding(rule: ConfigRule, setup: TrainingSetup, model: ModelFacts | None) -
         change=change,
         instead=rule.instead,
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _pattern(model: ModelFacts | None) -> str:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from safeload.errors import CheckpointError
-from safeload.headers import Header, TensorEntry, parse_header, parse_header_size
-from safeload.indexes import MAX_TENSORS, WeightIndex
+from safeload.headers import Header, TensorEntry
+from safeload.indexes import MAX_TENSORS, WeightIndex, listed
 from safeload.sealing import SealedCheckpoint, SealedFile
 
 __all__ = ["Contents", "examine"]
-
-_START_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,7 @@ class Contents:
 
 
 def examine(sealed: SealedCheckpoint) -> Contents:
-    """Parse and check the headers of all weight files, and hold them to the index.
+    """Check the headers of all weight files, and hold them to the index.
 
     Args:
         sealed: The sealed files.
@@ -47,7 +45,7 @@ def examine(sealed: SealedCheckpoint) -> Contents:
     """
     if sealed.checkpoint.pickled:
         return Contents(headers=())
-    contents = Contents(headers=tuple(_read_header(sealed, file) for file in sealed.weight_files))
+    contents = Contents(headers=tuple(_header_of(file) for file in sealed.weight_files))
     count = sum(len(header.tensors) for header in contents.headers)
     if count > MAX_TENSORS:
         raise CheckpointError(
@@ -59,12 +57,10 @@ def examine(sealed: SealedCheckpoint) -> Contents:
     return contents
 
 
-def _read_header(sealed: SealedCheckpoint, file: SealedFile) -> Header:
-    path = str(sealed.checkpoint.folder / file.name)
-    start = sealed.read(file.name, size_bytes=_START_BYTES)
-    length = parse_header_size(start, path=path, size_bytes=file.size_bytes)
-    raw = sealed.read(file.name, offset=8, size_bytes=length)
-    return parse_header(raw, path=path, size_bytes=file.size_bytes)
+def _header_of(file: SealedFile) -> Header:
+    if isinstance(file.header, Header):
+        return file.header
+    raise file.header or CheckpointError(f"{file.name}: not a safetensors file.", path=file.name)
 
 
 def _check_index(contents: Contents, index: WeightIndex, *, path: str) -> None:
@@ -85,7 +81,7 @@ def _check_index(contents: Contents, index: WeightIndex, *, path: str) -> None:
             "in another shard than the index says": misplaced,
             "in two shards": sorted(twice),
         }
-        text = "; ".join(f"{what}: {', '.join(names[:20])}" for what, names in problems.items() if names)
+        text = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
         raise CheckpointError(
             f"{path}: the index and the shards disagree: {text}. Download all of them again, at one commit.",
             path=path,

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from safeload.errors import CheckpointError
+from safeload.headers import TensorEntry
 
-__all__ = ["architectures", "check_fit"]
+__all__ = ["architectures", "check_fit", "check_kinds"]
 
 _LISTED: Final = 20  # names in one message; the error's data fields hold all of them
 
@@ -72,6 +74,50 @@ def check_fit(
             unexpected=unexpected,
             mismatched=mismatched,
         )
+
+
+def check_kinds(module: nn.Module, tensors: Sequence[TensorEntry], origin: str) -> None:
+    """Refuse floating parameters that the checkpoint stores as integers, and the other way round.
+
+    A loader casts in silence; what comes out is not what was trained. Names are matched by their common end, as classes
+    add and drop prefixes; a tensor that is renamed otherwise is passed over.
+
+    Args:
+        module: What the loader returned.
+        tensors: What the checkpoint holds, by its headers.
+        origin: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: All such tensors.
+
+    Ranks: source only.
+    """
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    longer = {suffix: name for name in own for suffix in _suffixes(name) if "." in suffix}
+    stored = {longer[entry.name]: entry for entry in tensors if entry.name in longer}
+    stored |= {suffix: entry for entry in tensors for suffix in _suffixes(entry.name) if suffix in own}
+    wrong = {
+        name: f"{entry.dtype} in the checkpoint, {str(own[name].dtype).removeprefix('torch.')} in the module"
+        for name, entry in sorted(stored.items())
+        if _is_floating(entry.dtype) != (own[name].is_floating_point() or own[name].is_complex())
+    }
+    if wrong:
+        raise CheckpointError(
+            f"{origin} does not fit {type(module).__name__}: other kinds of numbers: "
+            f"{_text([f'{name} ({what})' for name, what in wrong.items()])}. The file is corrupt, or of "
+            "something else",
+            path=origin,
+            mismatched=wrong,
+        )
+
+
+def _suffixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype.startswith(("F", "BF", "C"))
 
 
 def _may_be_left(key: str, module: nn.Module, ignore_unexpected: Sequence[str], wrote: Sequence[str]) -> bool:

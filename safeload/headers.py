@@ -20,7 +20,7 @@ __all__ = [
     "DTYPE_BITS",
     "MAX_HEADER_BYTES",
     "Header",
-    "SizeWatch",
+    "HeaderWatch",
     "TensorEntry",
     "parse_header",
     "parse_header_size",
@@ -57,7 +57,6 @@ DTYPE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 
 _AGAIN: Final = " Download it again."
 _LENGTH_BYTES: Final = 8
-_PATIENCE_BYTES: Final = 64 * 1024**3  # more than any published file of weights
 _MAX_DIMENSIONS: Final = 64
 _TENSOR_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -137,16 +136,32 @@ def parse_header(raw: bytes, *, path: str, size_bytes: int) -> Header:
     Raises:
         CheckpointError: Whatever the format does not allow, all of it before any tensor is touched.
     """
+    tensors, metadata = _parse_entries(raw, path=path)
+    _check_end(tensors, path=path, data_bytes=size_bytes - _LENGTH_BYTES - len(raw))
+    return _header(tensors, metadata, raw, path=path, size_bytes=size_bytes)
+
+
+def _parse_entries(raw: bytes, *, path: str) -> tuple[list[TensorEntry], dict[str, str]]:
     if not raw.startswith(b"{"):
         raise CheckpointError(f"{path}: the header does not begin with '{{'; not a safetensors file.", path=path)
-    value = parse_json(raw, path=f"{path} (header)")
-    metadata = value.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__ is not an object of text to text.", path=path)
-    if len(value) > MAX_TENSORS:
-        raise CheckpointError(f"{path}: {len(value)} tensors; at most {MAX_TENSORS} are taken.", path=path)
-    tensors = sorted((_entry(name, entry, path) for name, entry in value.items()), key=lambda t: (t.begin, t.end))
-    _check_cover(tensors, path=path, data_bytes=size_bytes - _LENGTH_BYTES - len(raw))
+    if raw.count(b'"dtype"') <= MAX_TENSORS:  # counted first: a million entries take seconds to parse
+        value = parse_json(raw, path=f"{path} (header)")
+        metadata = value.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise CheckpointError(f"{path}: __metadata__ is not an object of text to text.", path=path)
+        if len(value) <= MAX_TENSORS:
+            entries = (_entry(name, entry, path) for name, entry in value.items())
+            return sorted(entries, key=lambda tensor: (tensor.begin, tensor.end)), metadata
+    raise CheckpointError(f"{path}: the header has more than {MAX_TENSORS} tensors.", path=path)
+
+
+def _header(tensors: list[TensorEntry], metadata: dict[str, str], raw: bytes, *, path: str, size_bytes: int) -> Header:
+    position = 0
+    for tensor in tensors:
+        if tensor.begin != position:
+            what = "a hole before" if tensor.begin > position else "an overlap with"
+            raise CheckpointError(f"{path}: {what} tensor {tensor.name!r:.300} in the data.", path=path)
+        position = tensor.end
     return Header(
         path=path,
         tensors=tuple(tensors),
@@ -156,11 +171,11 @@ def parse_header(raw: bytes, *, path: str, size_bytes: int) -> Header:
     )
 
 
-class SizeWatch:
-    """Looks at the first bytes of a safetensors file while it is read, to give up on one of the wrong size at once.
+class HeaderWatch:
+    """Parses the header of a safetensors file from the very chunks that are hashed and copied.
 
-    A file that is cut short, or made endless, is refused before the rest of it is read. All other faults wait for the
-    digests: bytes that are not the expected ones are an integrity failure, not a malformed file.
+    A file that is cut short, or made endless, is refused before the rest of it is read. All other faults are kept for
+    `result`: bytes that are not the expected ones are an integrity failure first, a malformed file second.
     """
 
     def __init__(self, *, path: str, size_bytes: int) -> None:
@@ -168,6 +183,7 @@ class SizeWatch:
         self._path, self._size_bytes = path, size_bytes
         self._start = bytearray()
         self._wanted_bytes = _LENGTH_BYTES
+        self._result: Header | CheckpointError | None = None
 
     def add(self, chunk: memoryview) -> None:
         """Take the next bytes of the file.
@@ -178,64 +194,67 @@ class SizeWatch:
         Raises:
             CheckpointError: The file is shorter or longer than its header says, or is something else altogether.
         """
-        if len(self._start) >= self._wanted_bytes:
+        if self._result is not None:
             return
         if not self._start:
             length = parse_header_size(bytes(chunk[:512]), path=self._path, size_bytes=self._size_bytes)
             self._wanted_bytes = _LENGTH_BYTES + length
         self._start += chunk[: self._wanted_bytes - len(self._start)]
         if len(self._start) == self._wanted_bytes:
-            self._check()
+            self._parse()
 
-    def _check(self) -> None:
+    def _parse(self) -> None:
+        raw = bytes(self._start[_LENGTH_BYTES:])
         try:
-            header = parse_json(bytes(self._start[_LENGTH_BYTES:]), path=self._path)
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (CheckpointError, TypeError, KeyError, IndexError):
-            ends = None
-        if ends is not None and _are_sizes(ends):
-            _check_end(max(ends, default=0), path=self._path, data_bytes=self._size_bytes - self._wanted_bytes)
-        elif self._size_bytes > _PATIENCE_BYTES:
-            raise CheckpointError(f"{self._path}: {self._size_bytes} bytes and a malformed header.", path=self._path)
+            tensors, metadata = _parse_entries(raw, path=self._path)
+        except CheckpointError as error:
+            self._result = error
+            return
+        _check_end(tensors, path=self._path, data_bytes=self._size_bytes - self._wanted_bytes)
+        try:
+            self._result = _header(tensors, metadata, raw, path=self._path, size_bytes=self._size_bytes)
+        except CheckpointError as error:
+            self._result = error
+
+    def result(self) -> Header | CheckpointError:
+        """Return the header, or what is wrong with it, once the whole file was added.
+
+        Returns:
+            The error, not raised, so that the digests can be looked at first.
+        """
+        if self._result is None:
+            what = f"{self._path}: {self._size_bytes} bytes, empty or truncated.{_AGAIN}"
+            return CheckpointError(what, path=self._path)
+        return self._result
 
 
 def _entry(name: str, entry: object, path: str) -> TensorEntry:
     if not isinstance(entry, dict) or set(entry) != _TENSOR_KEYS or not is_text(name):
         raise CheckpointError(
-            f"{path}: tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.200}.", path=path
+            f"{path}: tensor {name!r:.300}: expected dtype, shape and data_offsets, got {entry!r:.200}.", path=path
         )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"{path}: tensor {name!r}: unknown dtype {dtype!r:.50}.", path=path)
+        raise CheckpointError(f"{path}: tensor {name!r:.300}: unknown dtype {dtype!r:.50}.", path=path)
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _are_sizes(offsets) or len(offsets) != 2:  # noqa: PLR2004
-        raise CheckpointError(f"{path}: tensor {name!r}: bad shape or data_offsets in {entry!r:.200}.", path=path)
+        raise CheckpointError(f"{path}: tensor {name!r:.300}: bad shape or data_offsets in {entry!r:.200}.", path=path)
     bits = prod(shape) * DTYPE_BITS[dtype]
     begin, end = offsets
     if bits % 8 or end - begin != bits // 8:
         raise CheckpointError(
-            f"{path}: tensor {name!r}: {dtype} of shape {shape} needs {bits / 8:g} bytes, "
+            f"{path}: tensor {name!r:.300}: {dtype} of shape {shape} needs {bits / 8:g} bytes, "
             f"data_offsets give {end - begin}.",
             path=path,
         )
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
 
 
-def _check_cover(tensors: list[TensorEntry], *, path: str, data_bytes: int) -> None:
-    position = 0
-    for tensor in tensors:
-        if tensor.begin != position:
-            what = "a hole before" if tensor.begin > position else "an overlap with"
-            raise CheckpointError(f"{path}: {what} tensor {tensor.name!r} in the data.", path=path)
-        position = tensor.end
-    _check_end(position, path=path, data_bytes=data_bytes)
-
-
-def _check_end(position: int, *, path: str, data_bytes: int) -> None:
-    if position != data_bytes:
-        what = "truncated" if position > data_bytes else "trailing bytes after the last tensor"
+def _check_end(tensors: list[TensorEntry], *, path: str, data_bytes: int) -> None:
+    end = max((tensor.end for tensor in tensors), default=0)
+    if end != data_bytes:
+        what = "truncated" if end > data_bytes else "trailing bytes after the last tensor"
         raise CheckpointError(
-            f"{path}: {what}: the header describes {position} bytes of data, the file has {data_bytes}.{_AGAIN}",
-            path=path,
+            f"{path}: {what}: the header describes {end} bytes of data, the file has {data_bytes}.{_AGAIN}", path=path
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
@@ -26,6 +26,7 @@ __all__ = [
     "fold_name",
     "is_plain_name",
     "is_text",
+    "listed",
     "parse_index",
     "parse_json",
 ]
@@ -34,6 +35,8 @@ MAX_TENSORS: Final = 100_000  # safetensors needs about 3 s to open a million, t
 MAX_JSON_BYTES: Final = 25 * 1000**2
 MAX_JSON_DEPTH: Final = 64  # the deepest published config nests below ten; Python's parser gives up near a thousand
 
+_SHOWN: Final = 10
+_SHOWN_LENGTH: Final = 200
 _DRIVE: Final = re.compile(r"[A-Za-z]:")
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin")
 
@@ -57,6 +60,20 @@ def fold_name(name: str) -> str:
         The folded name.
     """
     return unicodedata.normalize("NFC", name).casefold()
+
+
+def listed(names: Iterable[str]) -> str:
+    """Write names for a message: all of a few, the first of many, none of them endless.
+
+    Args:
+        names: File or tensor names.
+
+    Returns:
+        Text.
+    """
+    all_names = [name if len(name) <= _SHOWN_LENGTH else f"{name[:_SHOWN_LENGTH]}..." for name in names]
+    more = f" and {len(all_names) - _SHOWN} more" if len(all_names) > _SHOWN else ""
+    return ", ".join(all_names[:_SHOWN]) + more
 
 
 def is_plain_name(name: object) -> bool:
@@ -148,7 +165,7 @@ def parse_index(raw: bytes, *, path: str) -> WeightIndex:
     bad = sorted({repr(shard) for shard in weight_map.values() if not _is_shard_name(shard)})
     if bad:
         raise CheckpointError(
-            f"{path}: weight_map names {', '.join(bad[:5])}; a shard is a .safetensors file in the same folder, "
+            f"{path}: weight_map names {listed(bad)}; a shard is a .safetensors file in the same folder, "
             "by its plain relative name.",
             path=path,
         )

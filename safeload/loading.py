@@ -23,8 +23,10 @@ from torch import nn
 from safeload.ambient import plain_tensors
 from safeload.broadcasting import broadcast
 from safeload.building import build_peer, build_source
+from safeload.casting import install_boundary_casts, install_boundary_errors
 from safeload.errors import ProtectionError, SafeLoadError
-from safeload.examining import examine
+from safeload.examining import Contents, examine
+from safeload.fitting import check_kinds
 from safeload.group import Group, join_group
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan, plan, segment_views
@@ -96,6 +98,7 @@ def safe_from_pretrained(
     allow_pickle: bool = False,
     progress: bool | None = None,
     ignore_unexpected: Sequence[str] = (),
+    cast_inputs: bool = False,
     **model_kwargs: Any,
 ) -> nn.Module:
     """Load a frozen tower on every rank: read once, verified, sent to all, and protected from the training stack.
@@ -133,6 +136,8 @@ def safe_from_pretrained(
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.
         progress: Show a progress bar on the source; None does where the output is a terminal and the load is long.
         ignore_unexpected: Regular expressions; keys of the checkpoint that match one may be left over.
+        cast_inputs: Cast floating inputs of the tower to its dtype and its outputs back to the caller's. False casts
+            nothing, and a mismatch of dtypes is an error that names the tower, both dtypes and this keyword.
         **model_kwargs: Passed on to `from_pretrained`, or to the constructor.
 
     Returns:
@@ -172,6 +177,7 @@ def safe_from_pretrained(
         allow_pickle=allow_pickle,
         progress=progress,
         ignore_unexpected=tuple(ignore_unexpected),
+        cast_inputs=cast_inputs,
         model_kwargs=model_kwargs,
     )
     with (
@@ -192,7 +198,8 @@ def safe_from_pretrained(
 def _protect(module: nn.Module, request: Request, report: LoadReport) -> nn.Module:
     tower = protect(module, name=type(module).__name__, origin=request.origin)
     tower_state(tower).report = report
-    return tower
+    install = install_boundary_casts if request.cast_inputs else install_boundary_errors
+    return install(tower)
 
 
 def load_report(tower: nn.Module) -> LoadReport:
@@ -253,15 +260,15 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
 
     sealed = step("seal", read)
     verification = step("verify", lambda: verify(manifest, sealed.digests, mode=request.verify))
-    step("examine", lambda: examine(sealed))
-    module = step("build", lambda: _build(request, sealed))
+    contents = step("examine", lambda: examine(sealed))
+    module = step("build", lambda: _build(request, sealed, contents))
     letter = step("plan", lambda: _write_letter(request, module, sealed, verification))
     return _Loaded(module=module, letter=letter, sealed=sealed) if ranks.is_source else None
 
 
-def _build(request: Request, sealed: SealedCheckpoint) -> nn.Module:
+def _build(request: Request, sealed: SealedCheckpoint, contents: Contents) -> nn.Module:
     with open_folder(sealed) as folder:
-        return build_source(
+        module = build_source(
             request.model_class,
             folder,
             origin=request.origin,
@@ -272,6 +279,8 @@ def _build(request: Request, sealed: SealedCheckpoint) -> nn.Module:
             ignore_unexpected=request.ignore_unexpected,
             model_kwargs=request.model_kwargs,
         )
+    check_kinds(module, contents.tensors, request.origin)
+    return module
 
 
 def _write_letter(request: Request, module: nn.Module, sealed: SealedCheckpoint, verification: Verification) -> _Letter:
@@ -381,7 +390,7 @@ def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, 
         transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
         tensors=len(specs),
         tower_bytes=letter.load_plan.size_bytes,
-        dtypes=Counter(spec.dtype for spec in specs),
+        dtypes=dict(Counter(spec.dtype for spec in specs)),  # asdict does not copy a Counter rightly
         seconds=dict(clock.seconds),
         ranks=gathered,
         **letter.facts,

@@ -88,7 +88,9 @@ def release(part: nn.Module) -> None:
     Args:
         part: A module of a tower. Hooks of anyone else stay.
     """
-    for number in [n for name in _HOOK_TABLES[::2] for n, hook in getattr(part, name).items() if _comes_from_fsdp(hook)]:
+    for number in [
+        n for name in _HOOK_TABLES[::2] for n, hook in getattr(part, name).items() if _comes_from_fsdp(hook)
+    ]:
         for name in _HOOK_TABLES:
             getattr(part, name).pop(number, None)
     if isinstance(part, FSDPModule):
@@ -117,7 +119,7 @@ def is_marked(module: nn.Module) -> bool:
     return _CLAIM in (module.__dict__.get(key) or {})
 
 
-def spare_from_ddp(wrapper: nn.Module, module: nn.Module, tower_class: type[nn.Module]) -> None:
+def spare_from_ddp(wrapper: nn.Module, module: nn.Module, record: str) -> None:
     """Keep DDP's broadcasts off the towers while it takes a module in.
 
     They would write equal values over every tower, and so copy memory that the ranks of a host share. DDP reads
@@ -126,13 +128,13 @@ def spare_from_ddp(wrapper: nn.Module, module: nn.Module, tower_class: type[nn.M
     Args:
         wrapper: The module that is taking another in; nothing happens unless it is DDP.
         module: What it takes in.
-        tower_class: The class that all towers have.
+        record: Name of the attribute that every tower has.
     """
     if not isinstance(wrapper, DistributedDataParallel):
         return
     ignored: set[str] = getattr(wrapper, "parameters_to_ignore", set())
     for prefix, part in module.named_modules():
-        if isinstance(part, tower_class):
+        if record in part.__dict__:
             lead = f"{prefix}." if prefix else ""
             ignored |= {lead + name for name, _ in part.named_parameters(remove_duplicate=False)}
             ignored |= {lead + name for name, _ in part.named_buffers(remove_duplicate=False)}

@@ -13,7 +13,7 @@ import torch
 from safeload.ruling import Finding, Rule
 from safeload.walking import ParameterRow, find, finding, is_lazy
 
-__all__ = ["is_moment", "narrow_moments", "optimizer_findings"]
+__all__ = ["each_of", "is_moment", "narrow_moments", "optimizer_findings"]
 
 _REBUILD: Final = "build the optimizer from model.parameters() once more, after adapters, wrapping and .to()"
 STALE: Final = Rule(
@@ -48,7 +48,7 @@ def optimizer_findings(rows: Iterable[ParameterRow], optimizer: Any) -> list[Fin
 
     Args:
         rows: Every parameter of the model.
-        optimizer: A torch optimizer, or a wrapper with `param_groups` and `state`.
+        optimizer: A torch optimizer, or a wrapper with `param_groups` and `state`; or a list of those.
 
     Returns:
         Parameters that are foreign, missed, or whose state is of another dtype.
@@ -84,15 +84,16 @@ def narrow_moments(optimizer: Any) -> set[int]:
         optimizer: As for `optimizer_findings`. Only the optimizers of `torch.optim` are looked at: others keep narrow
             moments on purpose.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)  # what Accelerate's wrapper holds
-    if not type(inner).__module__.startswith("torch.optim"):
-        return set()
     narrow: set[int] = set()
-    for parameter, state in inner.state.items():
-        for value in state.values() if isinstance(state, dict) else ():
-            if is_moment(value, parameter) and value.dtype.itemsize < parameter.dtype.itemsize:
-                narrow.add(id(parameter))
+    for inner in (getattr(each, "optimizer", each) for each in each_of(optimizer)):  # what Accelerate's wrapper holds
+        if type(inner).__module__.startswith("torch.optim"):
+            narrow |= {id(parameter) for parameter, state in inner.state.items() if _is_narrower(state, parameter)}
     return narrow
+
+
+def _is_narrower(state: Any, parameter: torch.Tensor) -> bool:
+    values = state.values() if isinstance(state, dict) else ()
+    return any(is_moment(value, parameter) and value.dtype.itemsize < parameter.dtype.itemsize for value in values)
 
 
 def is_moment(value: object, parameter: torch.Tensor) -> bool:
@@ -105,7 +106,15 @@ def is_moment(value: object, parameter: torch.Tensor) -> bool:
     )
 
 
+def each_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers that were given: one, or a list of those that train parts of a model."""
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
 def _held(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            yield f"optimizer.param_groups[{index}]['params'][{position}]", parameter
+    several = isinstance(optimizer, (list, tuple))
+    for number, each in enumerate(each_of(optimizer)):
+        which = f"optimizer[{number}]" if several else "optimizer"
+        for index, group in enumerate(each.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                yield f"{which}.param_groups[{index}]['params'][{position}]", parameter

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from safeload.digests import Digest, Manifest
 from safeload.errors import CheckpointError, IntegrityError, SourceError
-from safeload.indexes import MAX_JSON_BYTES
+from safeload.indexes import MAX_JSON_BYTES, listed
 from safeload.locking import LOCK_NAME, Lock, parse_lock
 from safeload.reading import open_regular
 from safeload.resolving import Checkpoint
@@ -57,6 +57,9 @@ def pin(checkpoint: Checkpoint, manifest: ManifestLike | None, manifest_sha256: 
             return None
         path, below = found[0]
         lock = parse_lock(_read_lock(path, manifest_sha256), path=str(path))
+    prefix = f"{checkpoint.subfolder}/"
+    if checkpoint.subfolder and any(name.startswith(prefix) for name in lock.entries):
+        below = prefix  # the lock is of the folder above, or of the whole repository
     _check_commit(lock, checkpoint)
     entries = {name.removeprefix(below): digest for name, digest in lock.entries.items() if name.startswith(below)}
     _check_present(checkpoint, lock, entries)
@@ -124,7 +127,7 @@ def _check_present(checkpoint: Checkpoint, lock: Lock, entries: Mapping[str, Dig
     absent = [name for name in entries if not os.path.lexists(checkpoint.folder / name)]
     if absent and checkpoint.repo is None:  # a cache holds only what was asked for
         raise SourceError(
-            f"{checkpoint.folder}: {lock.path} names {', '.join(absent)}, not there.",
+            f"{checkpoint.folder}: {lock.path} names {listed(absent)}, not there.",
             path=str(checkpoint.folder / absent[0]),
             looked_for=absent,
         )

@@ -11,7 +11,7 @@ their weights, and the compute runs in half precision under autocast. The cells 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def check_precision(
     mixed_precision: Any = "no",
     *,
     grad_scaler: Any = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     fsdp_wrap: Iterable[str | type[nn.Module]] | None = None,
 ) -> PrecisionReport:
     """Check the dtype of every parameter against the mixed precision it trains with, before the first step.
@@ -51,7 +51,8 @@ def check_precision(
             `transformers.TrainingArguments`, from which scaler and FSDP settings are read too.
         grad_scaler: The `GradScaler`, or True or False. None: one is expected with "fp16" and none otherwise. A scaler
             that is not enabled counts as none.
-        optimizer: When given, its parameters have to be the model's own, and its state of their dtype.
+        optimizer: When given, its parameters have to be the model's own, and its state of their dtype. A list where
+            several train parts of the model.
         fsdp_wrap: Classes, or their names, that FSDP1 is going to wrap; an empty list when only the root is wrapped.
             Each wrap then has to be of one dtype. None: as the accelerator says, else not checked.
 
@@ -67,8 +68,9 @@ def check_precision(
     mode = read_mode(mixed_precision, grad_scaler, model=model, optimizer=optimizer)
     rows = parameter_rows(model)
     towers = frozen_towers(model)
+    wrap = wrap_of(mixed_precision, fsdp_wrap, default=getattr(model, "_no_split_modules", None))
     found = _dtype_findings(rows, mode)
-    found += wrap_findings(model, wrap_of(mixed_precision, fsdp_wrap), ignored=list(towers.values()))
+    found += wrap_findings(model, wrap, ignored=list(towers.values()))
     if optimizer is not None and not mode.engine_masters:
         found += optimizer_findings(rows, optimizer)
     report = PrecisionReport(

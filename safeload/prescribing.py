@@ -113,7 +113,6 @@ RULES: Final[tuple[ConfigRule, ...]] = (
         consequence='FSDP1 broadcasts the buffers of ignored modules too: a tower that is still on the CPU ends in "No'
         ' backend type associated with device type cpu"',
         setting="sync_module_states",
-        values=_both("false"),
         instead="put the tower on the accelerator before the wrap; safe_from_pretrained does",
         prevented=True,
     ),

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from safeload.errors import ProtectionError
-from safeload.guarding import Guarded, guard, record_of, unguard
-from safeload.keeping import Protection, keep, mend
+from safeload.guarding import Guarded, guard, unguard
+from safeload.keeping import Protection, keep, record_of
 from safeload.marking import mark, unmark
+from safeload.mending import mend
 
 __all__ = ["frozen_towers", "protect", "tower_state", "unfreeze"]
 

@@ -1,7 +1,7 @@
-"""One file of the source: open it once, read it once, hash it while its bytes go into memory that nobody can change.
+"""One file of the source: open it once, read it once, hash it while its bytes go elsewhere.
 
 Receives a path; gives an `OpenedFile` (checked to be a regular file, never blocking) and then, from `copy_hashed`, its
-digests. The memory is a sealed memfd; where there is none, a private file that is unlinked by whoever made it.
+digests. Each chunk is hashed from the buffer that is written to the target.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from typing import Any, Final
 from safeload.errors import SourceError
 from safeload.indexes import fold_name
 
-__all__ = ["OpenedFile", "copy_hashed", "freeze", "has_sealed_memory", "new_memory", "open_regular"]
+__all__ = ["OpenedFile", "copy_hashed", "open_regular", "read_at"]
 
 _CHUNK_BYTES: Final = 1 << 20  # stays in the processor's cache between the read, the hash and the write
 _BUFFERS: Final = 4
-_LINUX_SEALS: Final = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
-_F_ADD_SEALS: Final = 1033
 
 OnChunk = Callable[[memoryview], None]
 
@@ -66,34 +64,6 @@ def open_regular(path: Path, *, name: str) -> OpenedFile:
     return OpenedFile(name=name, path=path, fd=fd, size_bytes=info.st_size, link=_link_of(path))
 
 
-def has_sealed_memory() -> bool:
-    """Say whether this system can seal memory against change (Linux memfd)."""
-    return hasattr(os, "memfd_create")
-
-
-def new_memory(name: str) -> int:
-    """Make empty memory that can be sealed; the caller closes it.
-
-    Args:
-        name: Shown in /proc, for people.
-
-    Returns:
-        Its descriptor.
-    """
-    return os.memfd_create(f"safeload:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-def freeze(fd: int) -> None:
-    """Seal memory against writing, shrinking, growing and further seals, for everybody and for good.
-
-    Args:
-        fd: What `new_memory` returned, filled.
-    """
-    import fcntl
-
-    fcntl.fcntl(fd, _F_ADD_SEALS, _LINUX_SEALS)
-
-
 def copy_hashed(
     source: OpenedFile, target_fd: int | None, *, git_sha1: bool = False, on_chunk: Sequence[OnChunk] = ()
 ) -> dict[str, str]:
@@ -120,7 +90,7 @@ def copy_hashed(
             read_bytes += len(chunk)
             _check_size(source, read_bytes, at_end=False)
             hashing.update(chunk)
-            _write(target_fd, chunk)
+            _write(target_fd, chunk, path=source.path)
             for call in on_chunk:
                 call(chunk)
     _check_size(source, read_bytes, at_end=True)
@@ -169,10 +139,39 @@ def _read_chunk(source: OpenedFile, buffer: bytearray) -> memoryview:
         raise _unreadable(source.path, error) from error
 
 
-def _write(fd: int | None, chunk: memoryview) -> None:
+def _write(fd: int | None, chunk: memoryview, *, path: Path) -> None:
     written = 0
-    while fd is not None and written < len(chunk):
-        written += os.write(fd, chunk[written:])
+    try:
+        while fd is not None and written < len(chunk):
+            written += os.write(fd, chunk[written:])
+    except OSError as error:  # no memory left for it
+        raise SourceError(f"{path}: cannot be copied into memory: {error.strerror}.", path=str(path)) from error
+
+
+def read_at(fd: int, size_bytes: int, offset: int) -> bytes:
+    """Read from a place in an open file, not moving its position where the system can do that.
+
+    Args:
+        fd: The descriptor.
+        size_bytes: How many bytes; fewer are read at the end of the file.
+        offset: Where to begin.
+
+    Returns:
+        The bytes.
+    """
+    parts = []
+    while size_bytes > 0 and (part := _read_part(fd, min(size_bytes, 1 << 30), offset)):
+        parts.append(part)
+        offset += len(part)
+        size_bytes -= len(part)
+    return b"".join(parts)
+
+
+def _read_part(fd: int, size_bytes: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(fd, size_bytes, offset)
+    os.lseek(fd, offset, os.SEEK_SET)  # Windows
+    return os.read(fd, size_bytes)
 
 
 def _check_size(source: OpenedFile, read_bytes: int, *, at_end: bool) -> None:
@@ -187,9 +186,9 @@ def _check_size(source: OpenedFile, read_bytes: int, *, at_end: bool) -> None:
 
 def _unreadable(path: Path, error: Exception) -> SourceError:
     if isinstance(error, FileNotFoundError):
-        return SourceError(f"{path}: no such file.{_near(path)}", path=str(path), looked_for=[str(path)])
+        return SourceError(f"{str(path)[:300]}: no such file.{_near(path)}", path=str(path), looked_for=[str(path)])
     text = error.strerror if isinstance(error, OSError) else str(error)
-    return SourceError(f"{path}: cannot be read: {text}.", path=str(path), looked_for=[str(path)])
+    return SourceError(f"{str(path)[:300]}: cannot be read: {text}.", path=str(path), looked_for=[str(path)])
 
 
 def _near(path: Path) -> str:

@@ -58,6 +58,7 @@ class Request:
     allow_pickle: bool
     progress: bool | None
     ignore_unexpected: tuple[str, ...]
+    cast_inputs: bool
     model_kwargs: Mapping[str, Any]
 
     @property
@@ -97,7 +98,7 @@ class Request:
             "kwargs": ", ".join(f"{name}={_stable(value)}" for name, value in sorted(self.model_kwargs.items())),
         }
         stated |= {name: str(self.where[name]) for name in ("revision", "subfolder", "variant")}
-        names = ("transport", "memory", "verify", "manifest_sha256", "allow_pickle", "ignore_unexpected")
+        names = ("transport", "memory", "verify", "manifest_sha256", "allow_pickle", "ignore_unexpected", "cast_inputs")
         return stated | {name: str(getattr(self, name)) for name in names}
 
 

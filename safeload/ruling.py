@@ -214,7 +214,8 @@ def read_mode(
     engine = "DEEPSPEED" in str(getattr(mixed_precision, "distributed_type", "")) or _is_engine(model)
     engine = engine or bool(getattr(mixed_precision, "deepspeed", None))  # TrainingArguments
     if grad_scaler is None:
-        grad_scaler = getattr(mixed_precision, "scaler", None) or getattr(optimizer, "scaler", None)
+        first = optimizer[0] if isinstance(optimizer, (list, tuple)) and optimizer else optimizer
+        grad_scaler = getattr(mixed_precision, "scaler", None) or getattr(first, "scaler", None)
     if grad_scaler is None:
         grad_scaler = word == "fp16" and not engine
     return TrainingMode(mixed_precision=word, scaler=_scaler_kind(grad_scaler), engine_masters=engine)

@@ -5,7 +5,7 @@ good: what happens to the folder afterwards does not matter. The index is parsed
 it names are read. Nothing is compared here but sizes, which are refused before a byte is read where they are known.
 
 On Linux a file's bytes go into a memfd sealed against writing, shrinking and growing, and `open_folder` shows it to the
-unmodified loader as a link to `/proc/self/fd/N`. Elsewhere they go into a private file that only this user can reach.
+unmodified loader as a link to `/proc/self/fd/N`. Elsewhere they go into a private file (see `holding`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from typing import Final, Literal
 
 from safeload.comparing import compare, require_covered
 from safeload.digests import Manifest, digest_of_all
-from safeload.errors import IntegrityError, SourceError
-from safeload.headers import SizeWatch
+from safeload.errors import CheckpointError, IntegrityError, SourceError
+from safeload.headers import Header, HeaderWatch
+from safeload.holding import Memory, freeze, has_sealed_memory, new_memory, require_memory, show
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
-from safeload.reading import OpenedFile, copy_hashed, freeze, new_memory, open_regular
+from safeload.reading import OpenedFile, copy_hashed, open_regular, read_at
 from safeload.resolving import Checkpoint, require_known_weights
 
 __all__ = ["OnBytes", "SealedCheckpoint", "SealedFile", "open_folder", "seal"]
 
 OnBytes = Callable[[int, int], None]
 
+_SHOWN: Final = 10
 _THREADS: Final = 4  # files at a time; each has one more thread that hashes
 
 
@@ -41,15 +43,19 @@ _THREADS: Final = 4  # files at a time; each has one more thread that hashes
 class SealedFile:
     """One file of the checkpoint in memory that nobody can change.
 
-    `fd` is owned by the `SealedCheckpoint` and closed with it; a mapping made before stays valid. `link` is where the
-    folder's entry pointed, when it was a symbolic link. `digests` are by algorithm, "git-sha1" where it was asked for.
+    `fd` is owned by the `SealedCheckpoint` and closed with it; a mapping made before stays valid. `path` is set where
+    the memory is a private file. `link` is where the folder's entry pointed, when it was a symbolic link. `digests` are
+    by algorithm, "git-sha1" where it was asked for. `header` is that of a safetensors file, or what is wrong with it,
+    which `examine` raises.
     """
 
     name: str
     fd: int
     size_bytes: int
     digests: Mapping[str, str]
+    path: Path | None = None
     link: str | None = None
+    header: Header | CheckpointError | None = None
 
     @property
     def sha256(self) -> str:
@@ -116,12 +122,8 @@ class SealedCheckpoint:
             The bytes, those that were hashed.
         """
         file = self.file(name)
-        end = file.size_bytes if size_bytes is None else min(file.size_bytes, offset + size_bytes)
-        parts = []
-        while offset < end and (part := os.pread(file.fd, min(end - offset, 1 << 30), offset)):
-            parts.append(part)
-            offset += len(part)
-        return b"".join(parts)
+        left_bytes = max(0, file.size_bytes - offset)
+        return read_at(file.fd, left_bytes if size_bytes is None else min(left_bytes, size_bytes), offset)
 
     def close(self) -> None:
         """Close the descriptors. Tensors that map the sealed memory keep it alive and stay valid."""
@@ -157,7 +159,8 @@ def seal(
         The sealed files. The caller owns them: use it in a `with` block or call `close`.
 
     Raises:
-        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
+        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read; or there
+            is not the memory for a copy.
         IntegrityError: A size, or the digest of a small file, is not the one in the manifest.
         CheckpointError: The index or the config is malformed.
 
@@ -177,6 +180,8 @@ def seal(
         index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
         require_covered(manifest, index.shards if index else ())
         shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
+        if copies:
+            require_memory(sum(file.size_bytes for file in shards), what=str(checkpoint.folder))
         weights = source.read_all(shards, copies=copies, on_bytes=on_bytes)
         return SealedCheckpoint(checkpoint=checkpoint, files=(*small, *weights), index=index, owner=owner.pop_all())
 
@@ -198,7 +203,7 @@ def open_folder(sealed: SealedCheckpoint) -> Iterator[Path]:
             for name in _names_for_loader(sealed.checkpoint, file.name):
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                target.symlink_to(f"/proc/self/fd/{file.fd}")
+                show(file.fd, file.path, target)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -229,7 +234,8 @@ class _Source:
             else:
                 self.opened.callback(os.close, files[-1].fd)
         if missing:
-            message = " ".join(error.message for error in missing.values())
+            message = " ".join(error.message for error in list(missing.values())[:_SHOWN])
+            message += f" And {len(missing) - _SHOWN} more." if len(missing) > _SHOWN else ""
             first = next(iter(missing))
             raise SourceError(message, path=first, looked_for=list(missing)) from missing[first]
         for file in files:
@@ -240,7 +246,7 @@ class _Source:
         expected = self.manifest.entries.get(file.name)
         if expected is None or expected.size_bytes in (None, file.size_bytes):
             return
-        junk = describe_junk(os.pread(file.fd, 512, 0))
+        junk = describe_junk(read_at(file.fd, 512, 0))
         raise IntegrityError(
             f"{file.path}: {file.size_bytes} bytes, {self.manifest.source} says {expected.size_bytes}: "
             f"{f'this is {junk}' if junk else 'truncated, or another file; download it again'}.",
@@ -256,7 +262,7 @@ class _Source:
     ) -> tuple[SealedFile, ...]:
         """Read opened files, several at a time; the first failure in their order ends them all."""
         progress = _Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
-        targets: list[int | None] = [self._new_memory(file.name) if copies else None for file in files]
+        targets = [new_memory(file.name, self.owner) if copies else None for file in files]
         with ThreadPoolExecutor(max(1, min(_THREADS, len(files)))) as pool:
             futures = [pool.submit(self._read, *pair, progress) for pair in zip(files, targets, strict=True)]
             try:
@@ -265,25 +271,24 @@ class _Source:
                 progress.stopped.set()
                 raise
 
-    def _new_memory(self, name: str) -> int:
-        fd = new_memory(name)
-        self.owner.callback(os.close, fd)
-        return fd
-
-    def _read(self, file: OpenedFile, target_fd: int | None, progress: _Progress) -> SealedFile:
+    def _read(self, file: OpenedFile, target: Memory | None, progress: _Progress) -> SealedFile:
         expected = self.manifest.entries.get(file.name)
         wants_git = expected is not None and expected.algorithm == "git-sha1"
-        watch = SizeWatch(path=str(file.path), size_bytes=file.size_bytes)
+        watch = HeaderWatch(path=str(file.path), size_bytes=file.size_bytes)
         watches = [watch.add] if file.name.endswith(".safetensors") else []
-        digests = copy_hashed(file, target_fd, git_sha1=wants_git, on_chunk=[*watches, progress.add])
-        if target_fd is not None:
-            freeze(target_fd)
+        digests = copy_hashed(
+            file, target.fd if target else None, git_sha1=wants_git, on_chunk=[*watches, progress.add]
+        )
+        if target is not None:
+            freeze(target)
         return SealedFile(
             name=file.name,
-            fd=file.fd if target_fd is None else target_fd,
+            fd=target.fd if target else file.fd,
+            path=target.path if target else _path_of(file),
             size_bytes=file.size_bytes,
             digests=MappingProxyType(digests),
             link=file.link,
+            header=watch.result() if watches else None,
         )
 
 
@@ -302,3 +307,8 @@ class _Progress:
             with self._lock:
                 self._done_bytes += len(chunk)
                 self._on_bytes(self._done_bytes, self._total_bytes)
+
+
+def _path_of(file: OpenedFile) -> Path | None:
+    """The way to a file that is mapped itself, where its descriptor is no name."""
+    return None if has_sealed_memory() else file.path.absolute()

@@ -238,7 +238,7 @@ def _process_group(job: _Job) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.size))
     timeout = timedelta(seconds=job.timeout_s)
     store = dist.FileStore(str(Path(job.folder, "store")), job.size)  # type: ignore[attr-defined]  # as documented
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=timeout)

@@ -6,12 +6,13 @@ the same object, so that optimizers, ties and hooks that know it stay right, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from safeload.optimizing import is_moment
+from safeload.optimizing import each_of, is_moment
 from safeload.rewrapping import (
     cast_flat_unit,
     check_ddp,
@@ -31,7 +32,10 @@ __all__ = ["upcast_trainable"]
 
 
 def upcast_trainable(
-    model: nn.Module, dtype: torch.dtype = torch.float32, *, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    dtype: torch.dtype = torch.float32,
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
 ) -> list[str]:
     """Cast the parameters that require grad to float32, in place. Frozen ones are untouched; twice is as once.
 
@@ -42,7 +46,7 @@ def upcast_trainable(
     Args:
         model: The model to train.
         dtype: `torch.float32` or `torch.float64`. Nothing is ever cast to a narrower dtype.
-        optimizer: One that has taken steps already: its moments are cast with their parameters.
+        optimizer: One, or several, that have taken steps already: moments are cast with their parameters.
 
     Returns:
         The names of the parameters that were cast, as in `model.named_parameters()`.
@@ -122,8 +126,8 @@ def _put(parameter: nn.Parameter, cast: torch.Tensor) -> None:
 
 
 def _cast_moments(optimizer: Any) -> None:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for parameter, state in inner.state.items():
+    inner = [getattr(each, "optimizer", each) for each in each_of(optimizer)]
+    for parameter, state in (item for each in inner for item in each.state.items()):
         for key, value in state.items() if isinstance(state, dict) else ():
             if (
                 parameter.requires_grad

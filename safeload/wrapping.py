@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from safeload.rewrapping import flat_units, fully_sharded
 from safeload.ruling import Finding, Rule
 from safeload.walking import finding
 
@@ -38,25 +39,32 @@ MIXED_WRAP2: Final = Rule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrap:
-    """What FSDP is going to wrap besides the root: class names, and what it is told to ignore."""
+    """What FSDP wraps besides the root: names of classes, or ids of modules; and what it is told to ignore."""
 
     version: int
-    class_names: frozenset[str]
+    class_names: frozenset[str] = frozenset()
+    roots: frozenset[int] = frozenset()
     ignored: tuple[nn.Module, ...] = ()
     ignored_pattern: str | None = None
 
 
-def wrap_of(training: Any, fsdp_wrap: Iterable[str | type[nn.Module]] | None) -> Wrap | None:
+def wrap_of(
+    training: Any, fsdp_wrap: Iterable[str | type[nn.Module]] | None, *, default: Iterable[str] | None = None
+) -> Wrap | None:
     """Return what FSDP is going to wrap, or None when nobody said.
 
     Args:
         training: An `Accelerator`, of whose FSDP plugin classes, version and ignored modules are taken; else unused.
         fsdp_wrap: Classes or names of classes; they win over the plugin's.
+        default: Where the plugin names none: the model's `_no_split_modules`, which Accelerate takes then.
     """
     plugin = getattr(getattr(training, "state", None), "fsdp_plugin", None)
-    if plugin is None and fsdp_wrap is None:
+    by_size = bool(getattr(plugin, "min_num_params", 0))  # wraps that only FSDP itself can tell
+    if fsdp_wrap is None and (plugin is None or by_size):
         return None
-    classes = fsdp_wrap if fsdp_wrap is not None else getattr(plugin, "transformer_cls_names_to_wrap", None) or ()
+    classes = fsdp_wrap
+    if classes is None:
+        classes = getattr(plugin, "transformer_cls_names_to_wrap", None) or default or ()
     ignored = getattr(plugin, "ignored_modules", None) or ()
     return Wrap(
         version=getattr(plugin, "fsdp_version", 1),
@@ -70,10 +78,15 @@ def wrap_findings(model: nn.Module, wrap: Wrap | None, *, ignored: Iterable[nn.M
     """Return a finding for each wrap that would hold more than one dtype.
 
     Args:
-        model: Not wrapped yet.
-        wrap: As from `wrap_of`; None finds nothing.
+        model: Not wrapped yet, or by FSDP2, whose own wraps are looked at then.
+        wrap: As from `wrap_of`; None finds nothing in a model that is not wrapped.
         ignored: The protected towers, which stay out of every wrap.
     """
+    if flat_units(model):
+        return []  # FSDP1 has flattened it already, so each wrap is of one dtype
+    wrapped = fully_sharded(model)
+    if wrapped:
+        wrap = Wrap(version=2, roots=frozenset(map(id, wrapped)))
     if wrap is None:
         return []
     units: dict[str, dict[str, nn.Parameter]] = {}
@@ -90,7 +103,7 @@ def _walk(
 ) -> Iterator[tuple[str, str, nn.Parameter]]:
     if id(module) in skipped or (wrap.ignored_pattern and name and re.fullmatch(wrap.ignored_pattern, name)):
         return
-    if name and wrap.class_names.intersection(cls.__name__ for cls in type(module).__mro__):
+    if id(module) in wrap.roots or (name and wrap.class_names.intersection(c.__name__ for c in type(module).__mro__)):
         unit = name
     prefix = f"{name}." if name else ""
     for own, parameter in module.named_parameters(recurse=False):

@@ -42,6 +42,13 @@ def no_ties():
     return no_tie_weights()
 
 
+def no_init_weights():
+    home = transformers.modeling_utils
+    if VERSION_5:
+        import transformers.initialization as home
+    return home.no_init_weights()
+
+
 AMBIENT = {
     "meta device": lambda: torch.device("meta"),
     "default device": lambda: default_device("meta"),
@@ -49,9 +56,7 @@ AMBIENT = {
     "init_empty_weights": init_empty_weights,
     "init_empty_weights with buffers": lambda: init_empty_weights(include_buffers=True),
     "inference mode": torch.inference_mode,
-    "no_init_weights": lambda: (
-        __import__("transformers.initialization", fromlist=["_"]) if VERSION_5 else transformers.modeling_utils
-    ).no_init_weights(),
+    "no_init_weights": no_init_weights,
 }
 
 

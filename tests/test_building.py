@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from safeload import CheckpointError, SafeLoadError, safe_from_pretrained
-from safeload.building import build_peer, build_source
-from safeload.families import dtype_keyword
-from safeload.placing import allocate, check_module, place
-from safeload.planning import plan, segment_views
-from safeload.recipes import Recipe, recipe_of
-from safeload.requesting import Request, floating_dtype
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -37,6 +31,13 @@ from transformers import (
     WhisperModel,
 )
 
+from safeload import CheckpointError, SafeLoadError, safe_from_pretrained
+from safeload.building import build_peer, build_source
+from safeload.families import dtype_keyword
+from safeload.placing import allocate, check_module, place
+from safeload.planning import plan, segment_views
+from safeload.recipes import Recipe, recipe_of
+from safeload.requesting import Request, floating_dtype
 from tests.towers import VISION, assert_equal_towers, clip_folder, edit_json, full_clip_folder, rewrite, tensors_of
 
 CPU = torch.device("cpu")
@@ -92,16 +93,16 @@ def assert_twins(source, peer):
 
 
 CASES = {
-    "one tower": (lambda f: clip_folder(f), CLIPVisionModel, {}),
+    "one tower": (clip_folder, CLIPVisionModel, {}),
     "sharded": (lambda f: clip_folder(f, shard_size="100KB"), CLIPVisionModel, {}),
     "stored in fp16": (lambda f: clip_folder(f, dtype=torch.float16), CLIPVisionModel, {}),
-    "an Auto class": (lambda f: clip_folder(f), AutoModel, {}),
-    "cast to bf16": (lambda f: clip_folder(f), CLIPVisionModel, {"dtype": torch.bfloat16}),
+    "an Auto class": (clip_folder, AutoModel, {}),
+    "cast to bf16": (clip_folder, CLIPVisionModel, {"dtype": torch.bfloat16}),
     "half of a CLIPModel": (full_clip_folder, CLIPVisionModel, {}),
     "the other half": (full_clip_folder, CLIPTextModel, {"attn_implementation": "eager"}),
     "with projection": (full_clip_folder, CLIPVisionModelWithProjection, {}),
     "all of it": (full_clip_folder, CLIPModel, {}),
-    "a keyword of the configuration": (lambda f: clip_folder(f), CLIPVisionModel, {"attention_dropout": 0.5}),
+    "a keyword of the configuration": (clip_folder, CLIPVisionModel, {"attention_dropout": 0.5}),
     "tied, rotary, generating": (lambda f: LlamaForCausalLM(LLAMA).save_pretrained(f), LlamaForCausalLM, {}),
     "tied, in 20 KB shards": (
         lambda f: LlamaForCausalLM(LLAMA).save_pretrained(f, max_shard_size="20KB"),
@@ -317,7 +318,7 @@ def test_a_statement_is_the_same_in_every_process(tmp_path):
     def stated(**kwargs):
         where = {**dict.fromkeys(("revision", "subfolder", "variant")), "token": "hf_secret"}
         fields = {**dict.fromkeys(Request.__dataclass_fields__), "path": "x", "where": where}
-        return json.dumps(Request(**{**fields, "model_class": lambda: Own(), "model_kwargs": kwargs}).statement())
+        return json.dumps(Request(**{**fields, "model_class": partial(Own), "model_kwargs": kwargs}).statement())
 
     assert stated(a=Own(), b={"y": 1, "x": [2]}) == stated(b={"x": [2], "y": 1}, a=Own())
     assert stated(a=1) != stated(a=2)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import inspect
 import io
 import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from safeload import safe_from_pretrained
 from safeload.casting import install_boundary_casts, install_boundary_errors, remove_boundary
 from safeload.errors import PrecisionError
 from safeload.protecting import protect
+from tests.towers import clip_folder
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -234,6 +238,30 @@ def test_copies_and_pickles_have_a_boundary_of_their_own():
     assert torch.load(buffer, weights_only=False)(torch.ones(1, 4))["features"].dtype is torch.float32
 
 
+def _replica(tower):
+    """What `torch.nn.parallel.replicate` makes of a module for another device; it needs accelerators itself."""
+    replica = tower._replicate_for_data_parallel()
+    for name, child in tower._modules.items():
+        replica._modules[name] = _replica(child)
+    for name, parameter in tower._parameters.items():
+        setattr(replica, name, parameter * 0)  # other values, as a sign of whose are used
+    return replica
+
+
+def test_replicas_of_data_parallel_have_a_boundary_of_their_own():
+    for wrap in (lambda tower: tower, lambda tower: protect(tower, name="vision", origin="a test")):
+        tower = install_boundary_casts(wrap(Tower()))
+        twin = _replica(tower)
+        assert not any(True for _ in twin.parameters())
+        out = twin(torch.ones(2, 4))["features"]
+        assert out.dtype is torch.float32
+        assert not out.any()
+        assert tower(torch.ones(2, 4))["features"].any()
+        with pytest.raises(PrecisionError, match=r"torch\.float16"):
+            _replica(install_boundary_errors(tower))(torch.ones(2, 4))
+    assert callable(nn.Module._replicate_for_data_parallel)  # private: where it moves, replicas call the original
+
+
 def test_the_signature_is_that_of_the_method():
     tower = Tower()
     expected = inspect.signature(tower.forward)
@@ -294,3 +322,26 @@ def test_a_module_without_floating_weights_is_called_as_it_is():
 
     x = torch.ones(2)
     assert install_boundary_casts(Count())(x) is x
+
+
+def test_cast_inputs_on_the_load_and_the_error_without(tmp_path):
+    save_file({name: value.clone() for name, value in Tower().state_dict().items()}, tmp_path / "tower.safetensors")
+    load = functools.partial(safe_from_pretrained, Tower, tmp_path / "tower.safetensors", verify="off", device="cpu")
+    pixels = torch.ones(2, 4)
+    with pytest.raises(PrecisionError, match=r"'Tower'.*torch.float16.*torch.float32.*cast_inputs=True"):
+        load()(pixels)
+    tower = load(cast_inputs=True)
+    assert tower(pixels)["features"].dtype is torch.float32
+    assert tower.layer.weight.dtype is torch.float16
+    assert copy.deepcopy(tower)(pixels)["features"].dtype is torch.float32
+
+
+def test_a_loaded_clip_tower_gives_a_float32_projector_what_it_takes(tmp_path):
+    from transformers import CLIPVisionModel
+
+    folder = clip_folder(tmp_path, dtype=torch.float16)
+    pixels, projector = torch.randn(1, 3, 32, 32), nn.Linear(64, 8)
+    load = functools.partial(safe_from_pretrained, CLIPVisionModel, folder, verify="off", device="cpu")
+    assert load()(pixels).last_hidden_state.dtype is torch.float16  # CLIP casts its pixels itself
+    projector(load(cast_inputs=True)(pixels).last_hidden_state).sum().backward()
+    assert torch.isfinite(projector.weight.grad).all()

@@ -311,6 +311,14 @@ def test_shards_of_fsdp2_and_fsdp1_and_copies_of_ddp_are_put_together_over_the_g
             _same_as(gradient_report(model, histogram=True, group=group), reference, strip)
         looked_at = sum(row.local_elements for row in local.rows)
         assert looked_at == 58 if model is ddp else looked_at < 58
+    whole = math.sqrt(sum(row.norm**2 for row in reference.values()))
+    flat = FullyShardedDataParallel(_net(), device_id=torch.device("cpu"), use_orig_params=False)
+    _backward(flat, seed=rank)
+    with join_group(timeout=timedelta(seconds=30)) as group:
+        group.start({"what": "gradients"})
+        (row,) = gradient_report(flat, group=group).rows
+    assert row.norm == pytest.approx(whole, rel=1e-4)
+    assert row.local_elements == row.elements
     local = {row.name: row for row in gradient_report(fsdp2).rows}
     assert 0 < local["0.weight"].local_elements < 35
     assert f"{local['0.weight'].local_elements}/35 here" in str(gradient_report(fsdp2))

@@ -156,6 +156,20 @@ def test_moments_left_in_half_precision_are_found_and_mended():
     assert optimizer.state[model.weight]["exp_avg"].dtype is torch.float32
 
 
+def test_two_optimizers_that_share_a_model():
+    model = Outer()
+    halves = [torch.optim.AdamW(model.projector.parameters()), torch.optim.SGD([*model.layers.parameters()], lr=0.1)]
+    with pytest.warns(PrecisionWarning, match="norm: float32, 2 parameters"):
+        check_precision(model, optimizer=halves)
+    halves[1].add_param_group({"params": model.norm.parameters()})
+    assert check_precision(model, optimizer=halves).findings == ()
+    with pytest.warns(PrecisionWarning, match="never trains"):
+        check_precision(model, optimizer=halves[0])
+    model.layers[1].bias = nn.Parameter(torch.zeros(6))
+    with pytest.raises(PrecisionError, match=r"optimizer\[1\]\.param_groups\[0\]\['params'\]\[3\]"):
+        check_precision(model, optimizer=halves)
+
+
 def test_the_scaler_of_a_prepared_optimizer_is_read():
     class Prepared:
         scaler = torch.amp.GradScaler("cpu")
@@ -216,6 +230,10 @@ def test_the_wraps_of_an_accelerator_are_read():
     check_precision(model, _accelerator(ignored_modules=[model.vision_tower]))
     check_precision(model, _accelerator(ignored_modules="vision_.*"))
     check_precision(model, _accelerator(fsdp_version=2))  # frozen ones may differ there
-    model.projector.bfloat16()
+    check_precision(model, _accelerator(min_num_params=100))  # wraps by size: not known before
+    model._no_split_modules = ["Sequential"]  # the tower in a wrap of its own
+    check_precision(model, _accelerator(transformer_cls_names_to_wrap=None))
+    del model._no_split_modules
+    model.projector[0].bfloat16()
     with pytest.raises(PrecisionError, match=r"mixed-dtypes-in-fsdp2-wrap.*uniform original parameter dtype"):
         check_precision(model, _accelerator(fsdp_version=2))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from safeload.checking import check_towers
 from safeload.errors import ProtectionError, TowerChangedError
 from safeload.protecting import frozen_towers, protect, tower_state, unfreeze
 from tests.protect_towers import MAKERS, Pair, assert_whole, features, make_clip, pixels, protected, tensors_of
@@ -140,6 +141,32 @@ def test_equal_values_written_in_place_are_no_change():
             parameter.copy_(parameter.clone())
     model(pixels())
     assert_whole(model.tower, want)
+
+
+class Renewing(nn.Module):
+    """As dynamic rotary embeddings: the module gives its buffer a new value in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("cache", torch.full((2,), float(images.shape[0])), persistent=False)
+        return images.mean() * self.scale * self.cache
+
+
+def test_a_buffer_that_the_tower_itself_renews_is_its_own_affair():
+    tower = protect(nn.Sequential(Renewing()), origin="here")
+    for size in (2, 3, 3):
+        tower(torch.ones(size, 1))
+        assert tower[0].cache.tolist() == [size, size]
+        tower.train()
+        check_towers(tower)
+    twin = copy.deepcopy(tower)
+    check_towers(twin)
+    tower[0].cache = torch.zeros(2)
+    assert tower[0].cache.tolist() == [3, 3]
 
 
 def test_the_outer_state_dict_has_nothing_of_the_tower_and_the_towers_own_is_complete():

@@ -1,4 +1,4 @@
-"""Accelerate's `prepare` around protected towers, on two ranks: DDP, FSDP1 and FSDP2, trained, clipped, saved and loaded."""
+"""Accelerate's `prepare` around towers, on two ranks: DDP, FSDP1 and FSDP2, trained, clipped, saved and loaded."""
 
 from __future__ import annotations
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from safeload.protecting import frozen_towers
+from safeload.protecting import frozen_towers, tower_state
 from tests.protect_towers import Outer, assert_whole, features, outer_config, pixels, protected, tensors_of
 
 PLACES = {"tower": "tower", "many": "many.1", "holder": "holder.inner.deep"}
@@ -80,6 +81,36 @@ def test_towers_are_whole_after_an_outer_from_pretrained(tmp_path, towers, keys,
         have = model.state_dict()
         assert all(torch.equal(have[name], value.to(have[name].dtype)) for name, value in state.items())
         assert dtype in (None, have["projector.weight"].dtype)
+
+
+@pytest.mark.parametrize("environment", ["plain", "fsdp_rank_1"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_other_values_in_the_outer_checkpoint_are_reported_by_name(tmp_path, towers, environment, dtype):
+    save_outer(tmp_path, sharded=False, with_towers=True)
+    around = contextlib.nullcontext() if environment == "plain" else fsdp_environment(1)
+    with around, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Outer.from_pretrained(tmp_path, **({} if dtype is None else {"torch_dtype": dtype}))
+    said = [str(w.message) for w in caught if "the checkpoint has other values" in str(w.message)]
+    assert len(said) == 4
+    for name, tower in frozen_towers(model).items():
+        keys = sorted(f"{name}.{key}" for key, value in tower.state_dict().items() if value.any())
+        assert tower_state(tower).conflicts == keys
+        [mine] = [text for text in said if ", ".join(keys) in text]
+        assert "The verified values were kept" in mine
+        assert "unfreeze" in mine
+    check(model, towers)
+
+
+def test_the_same_values_in_the_outer_checkpoint_are_silent(tmp_path, towers):
+    state = save_outer(tmp_path, sharded=False, with_towers=False)
+    model = Outer(outer_config())
+    for prefix, tower in frozen_towers(model).items():
+        state |= {f"{prefix}.{name}": value.clone() for name, value in tower.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the checkpoint has other values")
+        check(Outer.from_pretrained(tmp_path), towers)
 
 
 def test_nothing_of_the_towers_is_missing_or_saved(tmp_path, towers):

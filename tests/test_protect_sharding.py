@@ -1,4 +1,4 @@
-"""FSDP1, FSDP2 and DDP around protected towers, on two ranks: wrapped, trained for three steps, and the tower is whole."""
+"""FSDP1, FSDP2 and DDP around towers, on two ranks: wrapped, trained for three steps, and the tower is whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPMLP
+from transformers.models.clip.modeling_clip import CLIPMLP, CLIPEncoderLayer
 
 from safeload.marking import is_marked
 from tests.protect_towers import MAKERS, Pair, assert_whole, pixels, protected, tensors_of
@@ -101,9 +101,8 @@ def test_fsdp1(kind, dtype):
         print(name)
         trial = Trial(kind, dtype)
         trial.model.compute_dtype = torch.bfloat16 if "mixed" in name else None
-        if name == "ignored too":
-            options = {"ignored_modules": [trial.tower]}
-        wrapped = FSDP(trial.model, device_id=device, **options)
+        named = {"ignored_modules": [trial.tower]} if name == "ignored too" else {}
+        wrapped = FSDP(trial.model, device_id=device, **options, **named)
         trial.train(wrapped)
         trial.check()
         keys = list(wrapped.state_dict())

@@ -65,7 +65,7 @@ def test_the_tower_compiles_without_a_graph_break(dynamo, kind):
 def test_a_compiled_model_says_the_same_of_a_changed_tower(dynamo):
     model, _ = pair()
     next(model.tower.parameters()).data.view(-1)[0] += 1
-    with pytest.raises(Exception, match="TowerChangedError: tower 'clip'.*overwritten in place.*unfreeze"):
+    with pytest.raises(Exception, match=r"TowerChangedError: tower 'clip'.*overwritten in place.*unfreeze"):
         torch.compile(model, backend="aot_eager")(pixels())
 
 
@@ -173,9 +173,7 @@ def test_distributed_state_dicts(wrap, tmp_path):
         folder = tmp_path / f"{kind}"
         dcp.save({"model": sharded_state, "optimizer": sharded_optimizer}, checkpoint_id=folder)
         dcp.load({"model": sharded_state, "optimizer": sharded_optimizer}, checkpoint_id=folder)
-        dsd.set_state_dict(
-            wrapped, optimizer, model_state_dict=sharded_state, optim_state_dict=sharded_optimizer
-        )
+        dsd.set_state_dict(wrapped, optimizer, model_state_dict=sharded_state, optim_state_dict=sharded_optimizer)
         source = dist.get_rank() == 0
         dsd.set_model_state_dict(wrapped, full if source else {}, options=whole)
         dsd.set_optimizer_state_dict(wrapped, optimizer, full_optimizer if source else {}, options=whole)

@@ -61,8 +61,9 @@ def write(folder):
 def test_remote_code(tmp_path):
     import os
 
-    from safeload import SafeLoadError, safe_from_pretrained
     from transformers import AutoModel
+
+    from safeload import SafeLoadError, safe_from_pretrained
 
     os.environ["ODD_LOG"] = str(tmp_path / "log")
     os.environ["HF_MODULES_CACHE"] = str(tmp_path / "modules")

@@ -15,6 +15,7 @@ from safeload.gradients import gradient_report
 from safeload.precision import PrecisionWarning, check_precision
 from safeload.protecting import frozen_towers, protect
 from safeload.upcasting import upcast_trainable
+from tests.ranks import on_ranks
 
 UNSCALE = "Attempting to unscale FP16 gradients"
 
@@ -400,3 +401,27 @@ def test_the_callback_leaves_a_deepspeed_model_alone():
     callback.on_init_end(Arguments(), None, None, model=model)
     callback.on_train_begin(Arguments(), None, None, model=model)
     assert model.lm_head.weight.dtype is torch.float16
+
+
+# --- wrapped, in two ranks ---
+
+
+def _wrapped(kind, model):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "fsdp2":
+        return fully_shard(model)
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+@on_ranks(2)
+def test_a_wrapped_model_with_a_protected_tower_is_found_mended_and_trains_on():
+    for kind in ("ddp", "fsdp1", "fsdp2"):
+        model = _wrapped(kind, Projected())
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), _optimizer(model)
+        found = _found(model, grad_scaler=scaler, optimizer=optimizer)
+        assert set(upcast_trainable(model)) == found == _everything(model)
+        check_precision(model, "fp16", grad_scaler=scaler, optimizer=optimizer)
+        _trains_on(model, lambda: _step(model, optimizer, scaler))  # noqa: B023 - called within the turn

@@ -10,7 +10,7 @@ from torch import nn
 
 from safeload import rewrapping
 from safeload.errors import PrecisionError
-from safeload.precision import check_precision
+from safeload.precision import PrecisionWarning, check_precision
 from safeload.upcasting import upcast_trainable
 from tests.ranks import on_ranks
 
@@ -314,6 +314,26 @@ def test_fsdp2_shards_are_cast_before_and_after_the_first_forward_and_frozen_one
                 assert frozen or _grown(losses, reference), (policy, late, losses, reference)
                 assert [p.dtype for p in model.parameters()] == expected
                 assert model.state_dict()["2.weight"].dtype is torch.float32
+
+
+@on_ranks(2)
+def test_mixed_dtypes_in_an_fsdp2_wrap_are_found_before_torch_does():
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7).half(), nn.Linear(7, 7).half())
+    for module in (model[0], model[1], model):
+        fully_shard(module)
+    with pytest.warns(PrecisionWarning, match="half-master-weights"):
+        assert check_precision(model, "no").errors == ()  # each wrap is of one dtype
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7).half())
+    fully_shard(model)
+    with pytest.raises(PrecisionError, match="mixed-dtypes-in-fsdp2-wrap"):
+        check_precision(model, "no")
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        model(torch.randn(2, 7))
+    upcast_trainable(model)
+    check_precision(model, "no")
+    model(torch.randn(2, 7))
 
 
 @on_ranks(2)

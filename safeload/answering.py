@@ -1,0 +1,102 @@
+"""Receive what the training stack asks of a tower's state dict, answer for the verified values.
+
+An outer state dict holds nothing of a tower. A checkpoint that is loaded gives way to the tower's own tensors; where it
+brings other values, that is reported by name.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
+
+from safeload.errors import ProtectionError
+from safeload.keeping import Kept, Protection
+
+__all__ = ["answer_checkpoint", "asked_what_to_load", "brings_the_same", "destination_of", "report_conflicts"]
+
+
+def asked_what_to_load() -> bool:
+    """Say whether `torch.distributed.checkpoint` asks, about to load: it walks modules by itself, past `state_dict()`.
+
+    It would demand the tower's keys, which no state dict has. The names in it are private and looked at here only.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or frame.f_globals.get("__name__") != dcp_state_dict.__name__:
+        return False
+    while frame is not None and frame.f_code.co_name in ("recurse", "_iterate_valid_model_state"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_load_model_state_dict"
+
+
+def destination_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
+    """Return the `destination` and `prefix` of a call of `state_dict`; both are there when an outer model calls.
+
+    Args:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    named = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+    return named.get("destination"), named.get("prefix") or ""
+
+
+def answer_checkpoint(protection: Protection, state_dict: dict[str, Any], prefix: str) -> None:
+    """Put the tower's own tensors in place of what a checkpoint has for it, and report other values.
+
+    Args:
+        protection: The tower's record.
+        state_dict: What is loaded; changed in place.
+        prefix: Name of the tower in it, with a dot; "" where it is loaded into the tower itself.
+
+    Raises:
+        ProtectionError: Other values were to be loaded into the tower itself.
+    """
+    brought = {key: state_dict.pop(key) for key in [key for key in state_dict if key.startswith(prefix)]}
+    persistent = {prefix + kept.name: kept for kept in protection.kept if kept.persistent}
+    conflicts = sorted(key for key, value in brought.items() if not brings_the_same(persistent.get(key), value))
+    state_dict.update({key: kept.tensor for key, kept in persistent.items()})
+    if conflicts:
+        report_conflicts(protection, conflicts, refuse=not prefix)
+
+
+def report_conflicts(protection: Protection, conflicts: list[str], *, refuse: bool) -> None:
+    """Say which keys of a checkpoint brought other values for a tower, which won, and how to choose.
+
+    Args:
+        protection: The tower's record; the keys are added to its `conflicts`.
+        conflicts: The keys, as in the checkpoint.
+        refuse: Raise; else warn. Loading into the tower itself is refused.
+
+    Raises:
+        ProtectionError: `refuse` was given.
+    """
+    protection.conflicts.extend(conflicts)
+    message = (
+        f"the checkpoint has other values for {len(conflicts)} tensors of tower {protection.name!r} (from "
+        f"{protection.origin}): {', '.join(conflicts)}. The verified values were kept. To use the checkpoint's, call "
+        "safeload.unfreeze(tower) before loading it."
+    )
+    if refuse:
+        raise ProtectionError(message, tower=protection.name)
+    warnings.warn(message, stacklevel=5)
+
+
+def brings_the_same(kept: Kept | None, value: Any) -> bool:
+    """Say whether a value of a checkpoint is the tower's own, in dtype and every bit.
+
+    Args:
+        kept: The tower's record of the tensor; None where it has no such tensor.
+        value: What the checkpoint has.
+    """
+    if kept is None:
+        return False
+    if value is kept.tensor:
+        return True
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta or value.shape != kept.verified.shape:
+        return False
+    return value.dtype == kept.verified.dtype and torch.equal(value.detach().to(kept.verified.device), kept.verified)
