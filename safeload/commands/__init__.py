@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     Subparsers = argparse._SubParsersAction
 
-COMMANDS: Final = ("demo", "doctor")  # modules of this package, in the order of the help text
+COMMANDS: Final = ("demo", "doctor", "run")  # modules of this package, in the order of the help text
 
 
 class UsageError(Exception):
