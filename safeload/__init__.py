@@ -38,19 +38,27 @@ __all__ = [
     "SafeLoadError",
     "SourceError",
     "TowerChangedError",
+    "TowerCheck",
     "UnsafeFormatError",
     "UnverifiedError",
     "check_precision",
+    "check_towers",
     "frozen_towers",
     "gradient_report",
+    "ignored_modules",
+    "ignored_modules_pattern",
+    "ignored_parameters",
     "load_report",
+    "restore_towers",
     "safe_from_pretrained",
     "unfreeze",
     "upcast_trainable",
 ]
 
 if TYPE_CHECKING:
+    from safeload.checking import TowerCheck, check_towers, restore_towers
     from safeload.gradients import GradientReport, gradient_report
+    from safeload.ignoring import ignored_modules, ignored_modules_pattern, ignored_parameters
     from safeload.loading import load_report, safe_from_pretrained
     from safeload.precision import PrecisionWarning, check_precision
     from safeload.protecting import frozen_towers, unfreeze
@@ -65,10 +73,16 @@ else:
         "PrecisionReport": "ruling",
         "PrecisionWarning": "precision",
         "RankReport": "reporting",
+        "TowerCheck": "checking",
         "check_precision": "precision",
+        "check_towers": "checking",
         "frozen_towers": "protecting",
         "gradient_report": "gradients",
+        "ignored_modules": "ignoring",
+        "ignored_modules_pattern": "ignoring",
+        "ignored_parameters": "ignoring",
         "load_report": "loading",
+        "restore_towers": "checking",
         "safe_from_pretrained": "loading",
         "unfreeze": "protecting",
         "upcast_trainable": "upcasting",
