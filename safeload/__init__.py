@@ -41,6 +41,7 @@ __all__ = [
     "TowerCheck",
     "UnsafeFormatError",
     "UnverifiedError",
+    "UnverifiedWarning",
     "check_precision",
     "check_towers",
     "frozen_towers",
@@ -53,9 +54,12 @@ __all__ = [
     "safe_from_pretrained",
     "unfreeze",
     "upcast_trainable",
+    "verify_checkpoint",
+    "write_lock",
 ]
 
 if TYPE_CHECKING:
+    from safeload.auditing import verify_checkpoint, write_lock
     from safeload.checking import TowerCheck, check_towers, restore_towers
     from safeload.gradients import GradientReport, gradient_report
     from safeload.ignoring import ignored_modules, ignored_modules_pattern, ignored_parameters
@@ -65,6 +69,7 @@ if TYPE_CHECKING:
     from safeload.reporting import LoadReport, RankReport
     from safeload.ruling import PrecisionReport
     from safeload.upcasting import upcast_trainable
+    from safeload.verifying import UnverifiedWarning
 else:
     # Looked up when first used, so that `safeload --help` need not import torch; type checkers see the lines above.
     _HOMES = {
@@ -74,6 +79,7 @@ else:
         "PrecisionWarning": "precision",
         "RankReport": "reporting",
         "TowerCheck": "checking",
+        "UnverifiedWarning": "verifying",
         "check_precision": "precision",
         "check_towers": "checking",
         "frozen_towers": "protecting",
@@ -86,6 +92,8 @@ else:
         "safe_from_pretrained": "loading",
         "unfreeze": "protecting",
         "upcast_trainable": "upcasting",
+        "verify_checkpoint": "auditing",
+        "write_lock": "auditing",
     }
 
     def __getattr__(name: str) -> object:

@@ -28,6 +28,7 @@ __all__ = [
     "is_repo_id",
     "list_digests",
     "locate",
+    "probe",
 ]
 
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
@@ -113,8 +114,8 @@ def find_cached(repo: Repo) -> Snapshot:
     folder = storage / "snapshots" / (commit or "")
     if not commit or not folder.is_dir():
         raise SourceError(
-            f"{repo.repo_id} at {revision}: not in the cache {storage.parent}, and no request may be made "
-            "(local_files_only or HF_HUB_OFFLINE).",
+            f"{repo.repo_id} at {revision}: not in the cache {storage.parent}, and nothing is downloaded here "
+            "(local_files_only, HF_HUB_OFFLINE, or a check of what there is).",
             path=repo.repo_id,
             looked_for=[str(folder if commit else storage / "refs" / revision)],
         )
@@ -135,12 +136,8 @@ def locate(repo: Repo, *, small: Sequence[str]) -> Snapshot:
     Raises:
         SourceError: No such repository or revision, no access, or no connection and nothing cached.
     """
-    from huggingface_hub import HfApi
-
     try:
-        # The other calls of the client retry for half a minute, or go on with the cache without a word.
-        with _translated(repo):
-            HfApi(token=repo.token).model_info(repo.repo_id, revision=repo.revision, timeout=_ANSWER_S)
+        probe(repo)
     except SourceError as error:
         if not _is_outage(error.__cause__):
             raise
@@ -148,6 +145,21 @@ def locate(repo: Repo, *, small: Sequence[str]) -> Snapshot:
     with _translated(repo):
         folder = _download(repo, small)
     return Snapshot(folder=folder, commit=folder.name, listing=list_digests(repo, folder.name))
+
+
+def probe(repo: Repo) -> None:
+    """Ask the Hub for a repository, once: the client's other calls retry for half a minute, or fall back in silence.
+
+    Args:
+        repo: The repository.
+
+    Raises:
+        SourceError: No such repository or revision, no access, or no answer.
+    """
+    from huggingface_hub import HfApi
+
+    with _translated(repo):
+        HfApi(token=repo.token).model_info(repo.repo_id, revision=repo.revision, timeout=_ANSWER_S)
 
 
 def _cached_instead(repo: Repo, outage: SourceError) -> Snapshot:

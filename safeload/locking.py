@@ -87,14 +87,16 @@ def _parse_line(line: str, *, where: str, path: str) -> tuple[str, Digest]:
     return name, Digest(algorithm="sha256", hex=digest.lower())
 
 
-def format_lock(lock: Lock) -> str:
+def format_lock(lock: Lock, *, verified: str = "none") -> str:
     """Write a lock as text that `sha256sum --strict -c` accepts.
 
     Args:
         lock: All its digests are sha256, its names plain.
+        verified: Who vouched for the files when they were locked, for people who read it.
 
     Returns:
         The text, comments first, names sorted.
     """
-    comments = [f"# {key}: {value}\n" for key, value in (("repo", lock.repo_id), ("revision", lock.commit)) if value]
+    facts = {"repo": lock.repo_id, "revision": lock.commit, "verified against": verified}
+    comments = [f"# {key}: {value}\n" for key, value in facts.items() if value]
     return "".join(comments + [f"{digest.hex}  {name}\n" for name, digest in sorted(lock.entries.items())])

@@ -57,6 +57,9 @@ def pin(checkpoint: Checkpoint, manifest: ManifestLike | None, manifest_sha256: 
             return None
         path, below = found[0]
         lock = parse_lock(_read_lock(path, manifest_sha256), path=str(path))
+    prefix = f"{checkpoint.subfolder}/"
+    if checkpoint.subfolder and any(name.startswith(prefix) for name in lock.entries):
+        below = prefix  # the lock is of the folder above, or of the whole repository
     _check_commit(lock, checkpoint)
     entries = {name.removeprefix(below): digest for name, digest in lock.entries.items() if name.startswith(below)}
     _check_present(checkpoint, lock, entries)

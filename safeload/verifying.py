@@ -18,7 +18,7 @@ from safeload.caching import Kept, read_cache, read_local_dir
 from safeload.comparing import compare, require_covered
 from safeload.digests import Digest, Manifest, Provenance, Verification, digest_of_all
 from safeload.errors import UnverifiedError
-from safeload.hubs import is_offline, list_digests
+from safeload.hubs import is_offline, list_digests, probe
 from safeload.indexes import listed
 from safeload.pinning import ManifestLike, pin
 from safeload.resolving import Checkpoint
@@ -33,6 +33,7 @@ __all__ = [
     "VerifyMode",
     "expect",
     "verify",
+    "vouch",
 ]
 
 VerifyMode = Literal["auto", "strict", "off"]
@@ -52,6 +53,7 @@ def expect(
     verify: VerifyMode = "auto",
     manifest: ManifestLike | None = None,
     manifest_sha256: str | None = None,
+    ask: bool = False,
 ) -> Manifest:
     """Find the best expected digests there are for a checkpoint.
 
@@ -61,6 +63,7 @@ def expect(
         manifest: The path of a lock in the format of `sha256sum`, or sha256 by name. Otherwise `SHA256SUMS` beside the
             files is taken when it is there.
         manifest_sha256: The sha256 that the lock itself must have.
+        ask: Ask the Hub about a repository's files also where the cache has digests of them.
 
     Returns:
         The manifest; its provenance is "none" when nobody vouches for the files.
@@ -76,18 +79,37 @@ def expect(
     """
     if verify == "off":
         return Manifest(provenance="none", source="nothing (verify='off')", folder=checkpoint.folder)
-    found = (
-        pin(checkpoint, manifest, manifest_sha256)
-        or _from_hub(checkpoint)
+    found = pin(checkpoint, manifest, manifest_sha256) or vouch(checkpoint, ask=ask)
+    require_covered(found, checkpoint.names)
+    if verify == "strict" and not found.entries:
+        raise _unverified(checkpoint.origin, checkpoint.names)
+    return found
+
+
+def vouch(checkpoint: Checkpoint, *, ask: bool = False) -> Manifest:
+    """Find the best expected digests that somebody other than the caller gives.
+
+    Args:
+        checkpoint: What will be loaded.
+        ask: Ask the Hub about a repository's files also where the cache has digests of them.
+
+    Returns:
+        The manifest; "none" when nobody vouches for the files.
+
+    Raises:
+        SourceError: The Hub was asked and did not answer, and nothing is kept on disk.
+
+    Ranks:
+        Source rank only.
+    """
+    return (
+        _from_hub(checkpoint)
+        or (_ask_hub(checkpoint) if ask else None)
         or _kept(checkpoint, "cache", read_cache(checkpoint.folder))
         or _ask_hub(checkpoint)
         or _kept(checkpoint, "local", _read_local(checkpoint))
         or Manifest(provenance="none", source="nothing", folder=checkpoint.folder)
     )
-    require_covered(found, checkpoint.names)
-    if verify == "strict" and not found.entries:
-        raise _unverified(checkpoint.origin, checkpoint.names)
-    return found
 
 
 def verify(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], *, mode: VerifyMode = "auto") -> Verification:
@@ -153,6 +175,7 @@ def _ask_hub(checkpoint: Checkpoint) -> Manifest | None:
     if checkpoint.repo is None or checkpoint.commit is None or is_offline(checkpoint.repo):
         return None
     prefix = f"{checkpoint.subfolder}/" if checkpoint.subfolder else ""
+    probe(checkpoint.repo)
     listing = list_digests(checkpoint.repo, checkpoint.commit)
     below = {name.removeprefix(prefix): digest for name, digest in listing.items() if name.startswith(prefix)}
     return _from_hub(replace(checkpoint, listing=MappingProxyType(below)))

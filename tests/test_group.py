@@ -191,7 +191,7 @@ def test_a_tower_made_of_towers():
 @on_ranks(2)
 def test_a_load_inside_of_work_that_only_the_source_does_is_refused_at_once():
     with pytest.raises(GroupError, match="only the source does"), join_group(timeout=SHORT) as g:
-        g.on_source("build", lambda: work_through())
+        g.on_source("build", work_through)
     check_worked(work_through(), size=2)
 
 

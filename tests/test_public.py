@@ -57,6 +57,7 @@ PUBLIC = [
     "TowerCheck",
     "UnsafeFormatError",
     "UnverifiedError",
+    "UnverifiedWarning",
     "check_precision",
     "check_towers",
     "frozen_towers",
@@ -69,6 +70,8 @@ PUBLIC = [
     "safe_from_pretrained",
     "unfreeze",
     "upcast_trainable",
+    "verify_checkpoint",
+    "write_lock",
 ]
 
 

@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 else:
     Subparsers = argparse._SubParsersAction
 
-COMMANDS: Final = ("demo", "doctor")  # modules of this package, in the order of the help text
+COMMANDS: Final = (
+    "demo",
+    "verify",
+    "lock",
+    "inspect",
+    "doctor",
+)  # modules of this package, in the order of the help text
 
 
 class UsageError(Exception):
