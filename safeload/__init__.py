@@ -50,6 +50,7 @@ __all__ = [
     "ignored_modules_pattern",
     "ignored_parameters",
     "load_report",
+    "redirect_from_pretrained",
     "restore_towers",
     "safe_from_pretrained",
     "unfreeze",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from safeload.loading import load_report, safe_from_pretrained
     from safeload.precision import PrecisionWarning, check_precision
     from safeload.protecting import frozen_towers, unfreeze
+    from safeload.redirecting import redirect_from_pretrained
     from safeload.reporting import LoadReport, RankReport
     from safeload.ruling import PrecisionReport
     from safeload.upcasting import upcast_trainable
@@ -88,6 +90,7 @@ else:
         "ignored_modules_pattern": "ignoring",
         "ignored_parameters": "ignoring",
         "load_report": "loading",
+        "redirect_from_pretrained": "redirecting",
         "restore_towers": "checking",
         "safe_from_pretrained": "loading",
         "unfreeze": "protecting",

@@ -1,12 +1,12 @@
-"""nn.DataParallel, which the HF Trainer takes for several devices in one process, copies a model before each forward."""
+"""nn.DataParallel, which the HF Trainer takes for several devices in one process, copies a model for each forward."""
 
 from __future__ import annotations
 
 import torch
-from safeload import safe_from_pretrained
-from safeload.checking import check_towers
 from torch import nn
 
+from safeload import safe_from_pretrained
+from safeload.checking import check_towers
 from tests.towers import assert_equal_towers, clip_folder
 
 

@@ -66,6 +66,7 @@ PUBLIC = [
     "ignored_modules_pattern",
     "ignored_parameters",
     "load_report",
+    "redirect_from_pretrained",
     "restore_towers",
     "safe_from_pretrained",
     "unfreeze",
