@@ -74,8 +74,9 @@ def build_source(
         else:
             name = dtype_keyword(kind)
             kwargs[name] = ("auto" if dtype is None else dtype) if kind == "transformers" else dtype
+            kwargs["use_safetensors"] = not _is_pickle(weights)
             if kind == "transformers":
-                kwargs["config"] = config
+                kwargs |= {"config": config, "weights_only": True}
             module, info = _quietly(model_class.from_pretrained, str(folder), variant, kwargs)
             check_fit(module, info, ignore_unexpected, origin, wrote=architectures(folder))
             _rename(module, origin)
@@ -128,9 +129,7 @@ def _quietly(
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "local_files_only": True}
     with _silence():
         try:
-            loaded: tuple[nn.Module, Mapping[str, Any]] = from_pretrained(
-                folder, variant=variant, use_safetensors=True, **report, **kwargs
-            )
+            loaded: tuple[nn.Module, Mapping[str, Any]] = from_pretrained(folder, variant=variant, **report, **kwargs)
         except SafeLoadError:
             raise
         except Exception as error:
@@ -172,7 +171,7 @@ def _fill_factory(
 ) -> nn.Module:
 
     module = call_factory(factory)
-    state = {_renamed(key, key_mapping): value for path in weights for key, value in load_file(path).items()}
+    state = _read_state(weights, key_mapping)
     own = module.state_dict(keep_vars=True)
     tied = {id(value): name for name, value in own.items() if name in state}
     info = {
@@ -191,6 +190,35 @@ def _fill_factory(
             path, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(path), leaf, module.get_parameter(tied[id(value)]))
     return module if dtype is None else module.to(dtype)
+
+
+def _read_state(weights: Sequence[Path], key_mapping: Mapping[str, str] | None) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for path in weights:
+        for key, value in _read_file(path).items():
+            name = _renamed(key, key_mapping)
+            if name in state:
+                raise CheckpointError(
+                    f"{path.name}: two tensors go by the name of {name}; see key_mapping", path=str(path)
+                )
+            state[name] = value
+    return state
+
+
+def _read_file(path: Path) -> Mapping[str, torch.Tensor]:
+    if not _is_pickle([path]):
+        return load_file(path)
+    try:  # a pickle is here only with allow_pickle=True, and even so nothing but tensors is unpickled
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a hostile file makes the unpickler raise
+        raise CheckpointError(f"{path.name}: not a file of plain tensors: {error}", path=str(path)) from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise CheckpointError(f"{path.name}: not a flat mapping of names to tensors", path=str(path))
+    return found
+
+
+def _is_pickle(weights: Sequence[Path]) -> bool:
+    return any(path.suffix != ".safetensors" for path in weights)
 
 
 def _renamed(key: str, key_mapping: Mapping[str, str] | None) -> str:

@@ -13,7 +13,16 @@ from typing import Final
 from safeload.errors import SourceError, UnsafeFormatError
 from safeload.indexes import fold_name, listed
 
-__all__ = ["ANY_NAME", "CONFIG_NAMES", "INDEX_PATTERNS", "PICKLE_SUFFIXES", "Choice", "Wanted", "choose_files"]
+__all__ = [
+    "ANY_NAME",
+    "CONFIG_NAMES",
+    "HOW_TO_CONVERT",
+    "INDEX_PATTERNS",
+    "PICKLE_SUFFIXES",
+    "Choice",
+    "Wanted",
+    "choose_files",
+]
 
 CONFIG_NAMES: Final = ("config.json", "generation_config.json")  # all that from_pretrained of a model reads
 INDEX_PATTERNS: Final = ("*.index.json", "*.index.*.json")
@@ -21,6 +30,11 @@ _STEMS: Final = ("model", "diffusion_pytorch_model")
 ANY_NAME: Final = tuple(f"{stem}.safetensors" for stem in _STEMS)
 _PICKLE_STEMS: Final = ("pytorch_model", "diffusion_pytorch_model")
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+HOW_TO_CONVERT: Final = (
+    "Convert them once, where you trust them: load with torch.load(path, weights_only=True) and write with "
+    "safetensors.torch.save_file(state_dict, 'model.safetensors', metadata={'format': 'pt'}); or pass "
+    "allow_pickle=True to load them with weights_only=True."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +137,7 @@ def _nothing_found(present: list[str], *, where: str, looked_for: list[str], var
         hint = f" variant={variant!r} was asked for; there are {listed(others)}."
     if pickles and not others and not near:
         return UnsafeFormatError(
-            f"{where}: only pickle files ({listed(pickles)}), which can run code when loaded. Convert them "
-            "once, where you trust them: load with torch.load(path, weights_only=True) and write with "
-            "safetensors.torch.save_file(state_dict, 'model.safetensors', metadata={'format': 'pt'}); or pass "
-            "allow_pickle=True to load them with weights_only=True.",
+            f"{where}: only pickle files ({listed(pickles)}), which can run code when loaded. {HOW_TO_CONVERT}",
             path=where,
             looked_for=looked_for,
         )

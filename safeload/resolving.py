@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from safeload.choosing import ANY_NAME, CONFIG_NAMES, INDEX_PATTERNS, PICKLE_SUFFIXES, Choice, Wanted, choose_files
+from safeload.choosing import (
+    ANY_NAME,
+    CONFIG_NAMES,
+    HOW_TO_CONVERT,
+    INDEX_PATTERNS,
+    PICKLE_SUFFIXES,
+    Choice,
+    Wanted,
+    choose_files,
+)
 from safeload.digests import Digest
 from safeload.errors import CheckpointError, SourceError, UnsafeFormatError
 from safeload.hubs import Repo, Snapshot, fetch, find_cached, is_commit, is_offline, is_repo_id, locate
@@ -105,7 +114,7 @@ def resolve(
     if mode is not None and stat.S_ISDIR(mode):
         return resolve_folder(local / subfolder, wanted, origin=origin)
     if mode is not None:
-        return _resolve_file(local, origin=origin)
+        return _resolve_file(local, origin=origin, allow_pickle=allow_pickle)
     if not is_repo_id(origin):
         raise SourceError(f"{origin}: no such folder or file.", path=origin, looked_for=[str(local.absolute())])
     repo = Repo(
@@ -200,11 +209,23 @@ def _checkpoint(choice: Choice, wanted: Wanted, *, origin: str, folder: Path) ->
     )
 
 
-def _resolve_file(path: Path, *, origin: str) -> Checkpoint:
-    if path.suffix != ".safetensors":
-        kind = UnsafeFormatError if path.name.endswith(PICKLE_SUFFIXES) else SourceError
-        raise kind(f"{origin}: not a .safetensors file; expected a folder or a .safetensors file.", path=origin)
-    return Checkpoint(origin=origin, folder=path.parent, small=(), weights=path.name, index=None, load_as=ANY_NAME)
+def _resolve_file(path: Path, *, origin: str, allow_pickle: bool) -> Checkpoint:
+    pickled = path.name.endswith(PICKLE_SUFFIXES)
+    if pickled and not allow_pickle:
+        raise UnsafeFormatError(
+            f"{origin}: a pickle file, which can run code when loaded. {HOW_TO_CONVERT}", path=origin
+        )
+    if not pickled and path.suffix != ".safetensors":
+        raise SourceError(f"{origin}: neither a folder nor a .safetensors file.", path=origin)
+    return Checkpoint(
+        origin=origin,
+        folder=path.parent,
+        small=(),
+        weights=path.name,
+        index=None,
+        load_as=("pytorch_model.bin",) if pickled else ANY_NAME,
+        pickled=pickled,
+    )
 
 
 def _mode_of(path: Path) -> int | None:

@@ -83,6 +83,10 @@ class Cluster:
         """Return how many bytes a host's link has received."""
         return int(self._statistic(host, "rx_bytes"))
 
+    def sent_bytes(self, host: int) -> int:
+        """Return how many bytes a host's link has sent."""
+        return int(self._statistic(host, "tx_bytes"))
+
     def dropped_packets(self, host: int) -> int:
         """Return how many packets a host's queue has dropped."""
         text = _run("tc", "-n", self.names[host], "-s", "qdisc", "show", "dev", "eth0")

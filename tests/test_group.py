@@ -174,6 +174,7 @@ def test_the_private_store_is_where_this_version_of_torch_has_it():
     assert wiring.private_store(dist.group.WORLD) is not None
 
 
+@pytest.mark.slow  # the whole pipeline has a test of its own
 @on_ranks(2, group_timeout_s=5, timeout_s=40)
 def test_a_source_slower_than_the_process_groups_own_timeout():
     with join_group(timeout=timedelta(seconds=30)) as g:

@@ -1,7 +1,12 @@
 """Many hosts: network namespaces, each with its own address, name and files."""
 
+import contextlib
 import hashlib
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +20,7 @@ from tests.ranks import run_on_ranks
 from tests.towers import clip_folder
 
 PROMPT_S = 10.0
+_PORT = 29511  # each host has all ports to itself
 
 
 @pytest.fixture
@@ -147,3 +153,52 @@ def test_a_host_that_is_cut_off(work, folder):
     for result in results[:2]:
         assert list(result.value["failures"]) == [2], result.value
         assert "on host2" in result.value["text"]
+
+
+def start_torchrun(cluster, host, job, log):
+    """Start one host's torchrun there: with its own address, its own name, and its own files."""
+    folder, source_rank, results = job
+    hide = "" if host == source_rank // 2 else f"mount -t tmpfs none {folder.parent} && "
+    torchrun = (
+        f"{sys.executable} -m torch.distributed.run --nnodes {len(cluster.names)} --node-rank {host} --nproc-per-node 2"
+        f" --master-addr {cluster.addresses[0]} --master-port {_PORT}"
+        f" -m tests.torchrun_job {folder} {source_rank} {results}"
+    )
+    shell = f"hostname host{host} && {hide}exec {torchrun}"
+    command = ["ip", "netns", "exec", cluster.names[host], "unshare", "--uts", "sh", "-c", shell]
+    repository = Path(__file__).resolve().parents[1]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "MASTER_"))}
+    settings = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = kept | settings | {"PYTHONPATH": os.pathsep.join([str(repository), kept.get("PYTHONPATH", "")])}
+    return subprocess.Popen(
+        command, cwd=repository, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_torchrun_on_every_host(count, folder, tmp_path):
+    source_rank = 2  # on the second host
+    logs = [tmp_path / f"host{host}.log" for host in range(count)]
+    with hosts(count) as cluster, contextlib.ExitStack() as stack:
+        running = []
+        for host, log in enumerate(logs):
+            job = (folder, source_rank, tmp_path)
+            running.append(start_torchrun(cluster, host, job, stack.enter_context(log.open("w"))))
+            stack.callback(stop, running[-1])
+        statuses = [each.wait(timeout=200) for each in running]
+    text = "\n".join(log.read_text() for log in logs)
+    assert statuses == [0] * count, text
+    seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2 * count)]
+    assert [each["local_rank"] for each in seen] == [0, 1] * count
+    assert len({each["digest"] for each in seen}) == 1
+    assert [each["host"] for each in seen] == [f"host{host}" for host in range(count) for _ in range(2)]
+    assert {json.dumps(each["hosts"]) for each in seen} == {json.dumps([[2 * h, 2 * h + 1] for h in range(count)])}
+    assert [bool(each["files"]) for each in seen] == [rank // 2 == source_rank // 2 for rank in range(2 * count)]
+
+
+def stop(process):
+    """End a torchrun and all that it started: they are one session."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
