@@ -259,10 +259,10 @@ def test_one_flipped_bit_is_the_same_integrity_error_on_every_rank(tmp_path, tra
 def _handed_over_unsealed(folder):
     import torch.distributed as dist
 
-    from safeload import IntegrityError, deferring, filling
+    from safeload import IntegrityError, filling, mapping
 
     if dist.get_rank() == 0:
-        filling.freeze = deferring.freeze = lambda fd: None
+        filling.freeze = mapping.freeze = lambda memory: None
     with pytest.raises(IntegrityError, match="without being sealed"):
         _load(folder, transport="shared", device="cpu")
 
