@@ -97,7 +97,8 @@ def safe_from_pretrained(
             torch.distributed to every rank; "auto" shares where all ranks are on one node and want the tower on the
             cpu, else broadcasts. "shared" falls back to "broadcast" where ranks share no kernel: the report says why.
         memory: "sealed": the verified bytes are copied once into memory that nobody can change. The bytes in the
-            tensors are the bytes that were hashed, whatever happens to the files. "mapped": nothing is copied, the very
+            tensors are the bytes that were hashed, whatever happens to the files; none of them is ever mapped, they are
+            read from beginning to end, as network file systems like it. "mapped": nothing is copied, the very
             file that was hashed is mapped, for storage that nobody writes to. The load fails where the file changed
             while it was hashed, and replacing it by name is harmless; but what is written into it later shows in the
             tensors, and who cuts it short kills the process.
