@@ -8,7 +8,7 @@ backend: everything is uint8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,7 +86,6 @@ def broadcast(
     target: tuple[torch.Tensor, ...] | None,
     device: torch.device,
     ready: Callable[[Piece], None] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Send every segment from the source rank to the others.
 
@@ -97,7 +96,6 @@ def broadcast(
         target: Where this rank wants them; None where the source keeps its own memory.
         device: Where the tower lives on this rank.
         ready: On the source: called with a piece before its bytes are taken, to wait for them.
-        on_bytes: Called with the number of bytes after each bucket.
 
     Raises:
         PeerError: A rank failed or was lost meanwhile; on every rank.
@@ -112,19 +110,26 @@ def broadcast(
     def fill(index: int) -> torch.Tensor:
         wire = _wire(cut[index], target if target is not None else source, travel)
         for piece, part in _parts(cut[index], wire) if source is not None else ():
-            if ready is not None:
-                ready(piece)
             _copy(part, _slice(source, piece))
         return wire
 
     def take(index: int, wire: torch.Tensor) -> None:
         for piece, part in _parts(cut[index], wire) if target is not None else ():
             _copy(_slice(target, piece), part)
-        if on_bytes is not None:
-            on_bytes(wire.numel())
 
     sizes_bytes = [sum(piece.size_bytes for piece in bucket) for bucket in cut]
-    group.stream("broadcast", sizes_bytes, fill, take, device=travel)
+    group.stream("broadcast", sizes_bytes, fill, take, device=travel, ready=_awaiting(cut, ready))
+
+
+def _awaiting(cut: Sequence[tuple[Piece, ...]], ready: Callable[[Piece], None] | None) -> Callable[[int], None] | None:
+    if ready is None:
+        return None
+
+    def await_bytes(index: int) -> None:
+        for piece in cut[index]:
+            ready(piece)
+
+    return await_bytes
 
 
 def _slice(segments: tuple[torch.Tensor, ...] | None, piece: Piece) -> torch.Tensor:

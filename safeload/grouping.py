@@ -192,6 +192,7 @@ class Group:
         take: Callable[[int, torch.Tensor], None],
         *,
         device: str | torch.device = "cpu",
+        ready: Callable[[int], None] | None = None,
     ) -> None:
         """Broadcast buckets one after another; a failure on a living rank stops all of them in step.
 
@@ -202,6 +203,7 @@ class Group:
                 received into on the others.
             take: Called with number and tensor once the bytes are there, on every rank.
             device: Where the buckets are.
+            ready: On the source: waits until the bytes of a bucket are there. The others are not in a collective then.
 
         Raises:
             SafeLoadError: As in `agree`. Where all ranks live, no collective is left unfinished.
@@ -211,6 +213,8 @@ class Group:
 
         def run() -> None:
             for index in range(len(sizes_bytes)):
+                if ready is not None:
+                    ready(index)
                 take(index, fill(index))
 
         self.agree(stage, run)

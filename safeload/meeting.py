@@ -238,6 +238,9 @@ class RankGroup(Group):
         take: Callable[[int, torch.Tensor], None],
         *,
         device: str | torch.device = "cpu",
+        ready: Callable[[int], None] | None = None,
     ) -> None:
         self.agree(stage, lambda: None)  # everybody is here, or nobody enters a collective
-        self._transfers.stream(Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, device=device))
+        self._transfers.stream(
+            Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, device=device, ready=ready)
+        )

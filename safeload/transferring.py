@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Payload", "Transfers"]
 
 Begin = Callable[[], "Work | None"]
-_WINDOW_BYTES: Final = 1024**3  # sent for one `go`: the others learn of a failure after at most this much more
+# Sent for one `go`, which costs a millisecond: the others learn of a failure after at most this much more, and what is
+# being read goes out in pieces of this size.
+_WINDOW_BYTES: Final = 128 * 1024**2
 _POLL_S: Final = (0.00005, 0.002)  # shortest and longest pause between two looks at a running collective
 _BLAME_S: Final = 10.0  # a broken collective waits this long for the reason, which the watch finds out
 
@@ -39,13 +41,17 @@ class _StuckError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there."""
+    """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there.
+
+    `ready` is called on the source before the others are let into a bucket's collective: the place to wait.
+    """
 
     stage: str
     sizes_bytes: Sequence[int]
     fill: Callable[[int], torch.Tensor]
     take: Callable[[int, torch.Tensor], None]
     device: str | torch.device
+    ready: Callable[[int], None] | None = None
 
 
 class Transfers:
@@ -86,6 +92,7 @@ class Transfers:
         stuck = False
         try:
             for window in _windows(payload.sizes_bytes):
+                failed = self._await_bytes(payload, window, failed)
                 if not self._may_go_on(failed):
                     break
                 for index in window:
@@ -96,6 +103,17 @@ class Transfers:
         if failed is not None:
             statement = self._failure_of(failed, payload.stage, stuck=stuck)
         self._call.gather(statement, lambda _: b"", failed, stuck=stuck)
+
+    def _await_bytes(self, payload: Payload, window: list[int], failed: Exception | None) -> Exception | None:
+        """On the source: wait for a window's bytes, while the others wait outside of any collective."""
+        if payload.ready is None or failed is not None or self._call.seat.rank != self._source_rank:
+            return failed
+        try:
+            for index in window:
+                payload.ready(index)
+        except Exception as error:
+            return self._note(error, payload.stage)
+        return None
 
     def _may_go_on(self, failed: Exception | None) -> bool:
         if self._call.seat.rank != self._source_rank:
