@@ -16,12 +16,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 import torch
 
+from safeload.chunking import ChunkHasher, ChunkList
 from safeload.errors import SourceError
 from safeload.headers import HeaderWatch, parse_header_size
 from safeload.holding import Memory, freeze, new_memory, require_memory, write_at
@@ -64,6 +65,7 @@ class _Target:
 
     def __init__(self, file: OpenedFile, memory: Memory | None, start: bytearray) -> None:
         self.file, self.memory, self.start = file, memory, start
+        self.stamp = _stamp(file.fd)
         self.memory_fd = None if memory is None else memory.fd
         self.decided = threading.Event()
         self.news = threading.Condition()
@@ -164,6 +166,7 @@ class Filling:
         opened: The checkpoint.
         on_bytes: Called with the weight bytes read so far and their total, from several threads, one at a time.
         headers: Whether `seen` is to show the headers of the weight files, so that they can be looked at early.
+        chunks: Whether to compute the digests of the files' chunks on the way: see `chunk_lists`.
 
     Raises:
         SourceError: A file cannot be read.
@@ -172,8 +175,11 @@ class Filling:
     Ranks: source only.
     """
 
-    def __init__(self, opened: OpenedCheckpoint, *, on_bytes: OnBytes | None = None, headers: bool = True) -> None:
-        self._opened, self.headers = opened, headers
+    def __init__(
+        self, opened: OpenedCheckpoint, *, on_bytes: OnBytes | None = None, headers: bool = True, chunks: bool = False
+    ) -> None:
+        self._opened, self.headers, self._chunks = opened, headers, chunks
+        self.chunk_lists: dict[str, ChunkList] = {}
         if opened.copies:
             require_memory(sum(file.size_bytes for file in opened.shards), what=str(opened.source.checkpoint.folder))
         self._progress = Progress(total_bytes=sum(file.size_bytes for file in opened.shards), on_bytes=on_bytes)
@@ -267,6 +273,24 @@ class Filling:
             self.close()
         return self._opened.with_weights(files)
 
+    def accept(self, sha256: Sequence[str]) -> SealedCheckpoint | None:
+        """Take the files as read without reading them: others have compared their chunks.
+
+        Args:
+            sha256: What each weight file is known to have, in their order.
+
+        Returns:
+            The checkpoint, which the caller owns; None where a file has changed since it was opened.
+        """
+        if any(_stamp(target.file.fd) != target.stamp for target in self._targets):
+            return None
+        self.close()
+        files = [
+            replace(self._seen(target), digests=MappingProxyType({"sha256": digest}))
+            for target, digest in zip(self._targets, sha256, strict=True)
+        ]
+        return self._opened.with_weights(files)
+
     def close(self) -> None:
         """Stop reading."""
         self._progress.stopped.set()
@@ -283,17 +307,20 @@ class Filling:
         self.close()
 
     def _read(self, target: _Target) -> SealedFile:
-        file, before = target.file, _stamp(target.file.fd)
+        file = target.file
+        hasher = ChunkHasher() if self._chunks else None
         watches = header_watches(file)
         digests = copy_hashed(
             file,
             target,
             start=target.start,
             git_sha1=self._opened.source.wants_git_sha1(file.name),
-            on_chunk=[*(watch.add for watch in watches), self._progress.add],
+            on_chunk=[*(watch.add for watch in watches), *([hasher.add] if hasher else []), self._progress.add],
         )
+        if hasher is not None:
+            self.chunk_lists[file.name] = hasher.result()
         target.settle()
-        if target.memory is None and _stamp(file.fd) != before:
+        if target.memory is None and _stamp(file.fd) != target.stamp:
             raise SourceError(f"{file.path}: changed while it was read: something writes to it.", path=str(file.path))
         if target.memory is not None:
             freeze(target.memory)

@@ -167,6 +167,16 @@ class Group:
     def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
         """Receive bytes from one rank, which calls `send`. As `broadcast` otherwise."""
 
+    def among(self, ranks: Sequence[int]) -> Group:
+        """Return the group of some of these ranks, to be entered with `with`; the first of them is its source.
+
+        Args:
+            ranks: In this group.
+
+        Ranks: called on those ranks alone, all of them, in the same order.
+        """
+        return self
+
     def promise(self) -> Promise:
         """Make a promise of the source rank, which the others may wait for at any time, also after this call.
 

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from safeload.ambient import plain_tensors
-from safeload.broadcasting import broadcast
+from safeload.broadcasting import Piece, broadcast
 from safeload.building import build_peer
 from safeload.casting import install_boundary_casts, install_boundary_errors
+from safeload.chunking import ChunkList
 from safeload.errors import ProtectionError, SafeLoadError
 from safeload.group import Group, join_group
 from safeload.handing import node_key
@@ -37,8 +38,8 @@ from safeload.recipes import Recipe
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
 from safeload.requesting import Request
 from safeload.resolving import resolve
-from safeload.sharing import Answer, Blocks, Choice, Layout, choose, take_over
-from safeload.sourcing import Sourced, source_tower
+from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
+from safeload.sourcing import Sourced, compare_chunks, source_tower
 from safeload.verifying import expect
 
 __all__ = ["load_report", "safe_from_pretrained"]
@@ -54,11 +55,13 @@ class _Letter:
     recipe: Recipe
     load_plan: LoadPlan
     layout: Layout | None
+    known: tuple[ChunkList | None, ...] = ()
 
     def to_json(self) -> bytes:
         layout = None if self.layout is None else self.layout.to_fields()
         parts = {"recipe": self.recipe.to_json().decode(), "plan": self.load_plan.to_json().decode()}
-        return json.dumps({**parts, "layout": layout}).encode()
+        known = [chunks.to_fields() for chunks in self.known if chunks is not None]
+        return json.dumps({**parts, "layout": layout, "known": known}).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> _Letter:
@@ -67,6 +70,7 @@ class _Letter:
             recipe=Recipe.from_json(fields["recipe"]),
             load_plan=LoadPlan.from_json(fields["plan"]),
             layout=None if fields["layout"] is None else Layout.from_fields(fields["layout"]),
+            known=tuple(map(ChunkList.from_fields, fields["known"])),
         )
 
 
@@ -88,6 +92,7 @@ class _Filled:
     load_plan: LoadPlan
     choice: Choice
     blocks: Blocks | None
+    known: tuple[ChunkList | None, ...] = ()
 
 
 def safe_from_pretrained(
@@ -110,6 +115,7 @@ def safe_from_pretrained(
     timeout: timedelta = timedelta(minutes=30),
     verify: Literal["auto", "strict", "off"] = "auto",
     verdict: Literal["load", "first_use"] = "load",
+    chunk_digests: bool | None = None,
     manifest: str | os.PathLike[str] | None = None,
     manifest_sha256: str | None = None,
     allow_pickle: bool = False,
@@ -153,6 +159,9 @@ def safe_from_pretrained(
         verdict: "load" returns when the bytes have been verified; "first_use" returns when the tensors are in place,
             and verification goes on behind: the tower's first use (forward, state dict, unfreeze, check, pickle) waits
             for it, and raises there, on every rank, what "load" would have raised.
+        chunk_digests: With memory="mapped": whether a verified load leaves the digests of the files' chunks in a
+            private folder of this user, so that later loads that expect the same sha256 are compared on all cores.
+            None does where the manifest is not pinned. `safeload.chunking` says what that rests on.
         manifest: A SHA256SUMS file to compare with.
         manifest_sha256: sha256 of that file, 64 hex digits.
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.
@@ -195,6 +204,7 @@ def safe_from_pretrained(
         memory=memory,
         verify=verify,
         verdict=verdict,
+        chunk_digests=chunk_digests,
         manifest=manifest,
         manifest_sha256=manifest_sha256,
         allow_pickle=allow_pickle,
@@ -217,9 +227,19 @@ def safe_from_pretrained(
         if request.verdict == "first_use":
             return _return_early(call, filled, sourced, meter)
         with call.clock.stage("verify"):
-            ranks.on_source("verify", lambda: sourced.finish() if sourced else None)
+            agree = _compare_chunks(ranks, filled)
+            ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
         return ranks.agree("protect", lambda: _protect(filled, request, report))
+
+
+def _compare_chunks(ranks: Group, filled: _Filled) -> bool | None:
+    """Split the known chunks among the node's ranks; None where there are none, or they are not shared."""
+    if not filled.known or filled.blocks is None:
+        return None
+    fds = filled.blocks.fds[: len(filled.known)]
+    agree = ranks.agree("chunks", lambda: compare_chunks(fds, filled.known, part=ranks.rank, parts=ranks.size))
+    return all(said == b"+" for said in ranks.gather_bytes("chunks", b"+" if agree else b"-"))
 
 
 def _return_early(call: _Call, filled: _Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
@@ -338,21 +358,75 @@ def _fill_every_rank(call: _Call, sourced: Sourced | None) -> _Filled:
     if blocks is not None and sourced is None:
         call.kept.callback(blocks.close)
     load_plan = letter.load_plan
-    if choice.transport == "shared" and blocks is not None:
-        with clock.stage("place"):
-            mine = blocks
-            ranks.agree("place", lambda: place(module, load_plan, mine.map(load_plan), device=device))
-        return _Filled(module=module, load_plan=load_plan, choice=choice, blocks=blocks)
+    if choice.transport == "shared":
+        if len(choice.nodes) > 1:
+            with clock.stage("broadcast"):
+                blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
+        return _place_shared(call, module, letter, choice, blocks)
     filled = _Filled(module=module, load_plan=load_plan, choice=choice, blocks=None)
     _broadcast(call, filled, device, sourced)
     return filled
+
+
+def _place_shared(call: _Call, module: nn.Module, letter: _Letter, choice: Choice, blocks: Blocks | None) -> _Filled:
+    if blocks is None:
+        raise AssertionError("sharing was chosen without memory to share")
+    with call.clock.stage("place"):
+        call.ranks.agree("place", lambda: place(module, letter.load_plan, blocks.map(letter.load_plan), device=_CPU))
+    known = letter.known if len(choice.nodes) == 1 else ()
+    return _Filled(module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, known=known)
+
+
+def _share_between_nodes(
+    call: _Call, letter: _Letter, choice: Choice, blocks: Blocks | None, sourced: Sourced | None
+) -> Blocks | None:
+    """Broadcast from the source to the first rank of every other node, which offers what it got to its neighbours."""
+    ranks, load_plan = call.ranks, letter.load_plan
+    leaders = [node[0] for node in choice.nodes]
+    leads = ranks.rank in leaders
+
+    def receive() -> Blocks | None:
+        if not leads:
+            return blocks
+        with ranks.among(leaders) as firsts:
+            if sourced is not None:
+                ready = functools.partial(_wait_for_piece, sourced, firsts)
+                broadcast(firsts, load_plan, source=sourced.segments(), target=None, device=_CPU, ready=ready)
+                return blocks
+            return receive_blocks(
+                load_plan,
+                lambda target: broadcast(firsts, load_plan, source=None, target=target, device=_CPU),
+                call.kept,
+            )
+
+    got = ranks.agree("broadcast", receive)
+    mine = got.layout.to_fields() if leads and got is not None and sourced is None else None
+    offers = [json.loads(raw) for raw in ranks.gather_bytes("offers", json.dumps(mine).encode())]
+    node = next(node for node in choice.nodes if ranks.rank in node)
+
+    def take() -> Blocks | None:
+        if leads or node[0] == leaders[0]:
+            return got
+        taken, answer = take_over(Layout.from_fields(offers[node[0]]), device=_CPU)
+        if taken is None:
+            raise SafeLoadError(f"no memory from rank {node[0]}: {answer.problem}; use transport='broadcast'")
+        call.kept.callback(taken.close)
+        return taken
+
+    return ranks.agree("take", take)
+
+
+def _wait_for_piece(sourced: Sourced, ranks: Group, piece: Piece) -> None:
+    sourced.wait_for(piece.segment, piece.stop, ranks.check)
 
 
 def _read_letter(ranks: Group, sourced: Sourced | None) -> _Letter:
     own = None
     if sourced is not None:
         layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
-        own = _Letter(recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout)
+        own = _Letter(
+            recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, known=sourced.known if layout else ()
+        )
     raw = ranks.send_bytes("plan", own.to_json() if own else None)
     return ranks.agree("plan", lambda: own or _Letter.from_json(raw))
 
@@ -377,7 +451,7 @@ def _broadcast(call: _Call, filled: _Filled, device: torch.device, sourced: Sour
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
-        ready = None if sourced is None else lambda piece: sourced.wait_for(piece.segment, piece.stop, ranks.check)
+        ready = None if sourced is None else functools.partial(_wait_for_piece, sourced, ranks)
         broadcast(ranks, load_plan, source=source, target=target, device=device, ready=ready)
     with clock.stage("place"):
         final = source if target is None and sourced and sourced.blocks else target

@@ -20,11 +20,11 @@ import torch
 
 from safeload.holding import freeze, has_sealed_memory, new_memory, write_at
 
-__all__ = ["WINDOW_BYTES", "Arena", "Mapped", "can_map", "map_private", "mapped_now", "view"]
+__all__ = ["ALIGN_BYTES", "WINDOW_BYTES", "Arena", "Mapped", "can_map", "map_private", "mapped_now", "view"]
 
 WINDOW_BYTES: Final = 1 << 16  # what the kernel enters into the page table around a page that is read
 _ARENA: Final = Path("the tower's own tensors")
-_ALIGN_BYTES: Final = 64  # a cache line, and as torch's own allocator aligns
+ALIGN_BYTES: Final = 64  # a cache line, and as torch's own allocator aligns
 _PRESENT: Final = 0b11  # top bits of an entry of /proc/self/pagemap: present, swapped
 _ENTRY_BYTES: Final = 8
 
@@ -84,7 +84,7 @@ class Arena:
 
     def reserve(self, size_bytes: int) -> int | None:
         """Return where a new piece begins; None where there is no room left."""
-        begin = -(-self.used_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        begin = -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         if begin + size_bytes > self._capacity_bytes:
             return None
         self.used_bytes = begin + size_bytes
@@ -92,13 +92,23 @@ class Arena:
 
     def put(self, data: memoryview) -> int:
         """Copy bytes into a new piece; return where it begins."""
-        begin = -(-self.used_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        begin = -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.used_bytes = begin + len(data)
         if self.used_bytes > self._capacity_bytes:  # never by tensors of the files; a class may compute more
             self._capacity_bytes = self.used_bytes
             os.ftruncate(self.fd, self._capacity_bytes)
         write_at(self.fd, data, begin, path=_ARENA)
         return begin
+
+    def writable(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Return pieces that can be written to; it cannot be frozen while one of them lives.
+
+        Args:
+            offsets: From `reserve`.
+            sizes: In bytes, as reserved.
+        """
+        mapping: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self.fd}", shared=True, nbytes=self.used_bytes)
+        return tuple(view(mapping, *piece) for piece in zip(offsets, sizes, strict=True))
 
     def cut(self) -> None:
         """Give back the room that was not asked for."""

@@ -43,6 +43,7 @@ class _Past:
 
     calls: int = 0
     promises: int = 0
+    parts: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
     alone: bool = False  # inside of work that only the source does
     lock: threading.RLock = field(default_factory=threading.RLock)  # re-entrant: a tower may be made of towers
     known: dict[int, Identity] = field(default_factory=dict)
@@ -204,6 +205,16 @@ class RankGroup(Group):
 
     def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
         self._transfers.recv(tensor, from_rank)
+
+    def among(self, ranks: Sequence[int]) -> Group:
+        members = sorted(self._seat.global_ranks[rank] for rank in ranks)
+        key = tuple(members)
+        if key not in self._past.parts:
+            self._past.parts[key] = dist.new_group(
+                members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+            )
+        source_rank = members.index(self._seat.global_ranks[ranks[0]])
+        return RankGroup(self._past.parts[key], source_rank=source_rank, timeout=self._timeout)
 
     def promise(self) -> Promise:
         number, self._past.promises = self._past.promises, self._past.promises + 1

@@ -55,6 +55,7 @@ class Request:
     memory: Literal["sealed", "mapped"]
     verify: Literal["auto", "strict", "off"]
     verdict: Literal["load", "first_use"]
+    chunk_digests: bool | None
     manifest: Any
     manifest_sha256: str | None
     allow_pickle: bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -22,10 +22,10 @@ from safeload.deferring import Place
 from safeload.errors import GroupError, IntegrityError
 from safeload.handing import Offer, node_key, take
 from safeload.holding import is_frozen
-from safeload.mapping import can_map, map_private, view
+from safeload.mapping import ALIGN_BYTES, Arena, can_map, map_private, view
 from safeload.planning import LoadPlan
 
-__all__ = ["Answer", "Blocks", "Choice", "Layout", "choose", "offer", "take_over"]
+__all__ = ["Answer", "Blocks", "Choice", "Layout", "choose", "offer", "receive_blocks", "take_over"]
 
 _TAKE_TIMEOUT: Final = timedelta(seconds=30)
 
@@ -171,10 +171,14 @@ def take_over(layout: Layout, *, device: torch.device) -> tuple[Blocks | None, A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How the bytes move, and why."""
+    """How the bytes move, and why. `nodes` are the ranks by node, the one that holds the node's copy first.
+
+    `nodes` is empty where the transport is not "shared".
+    """
 
     transport: str
     reason: str
+    nodes: tuple[tuple[int, ...], ...] = ()
 
 
 def choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice:
@@ -194,19 +198,54 @@ def choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice
         return Choice(transport="none", reason="one rank loads for itself")
     if asked == "broadcast":
         return Choice(transport="broadcast", reason="asked for")
-    elsewhere = [rank for rank, each in enumerate(answers) if each.node != answers[source_rank].node]
     devices = [rank for rank, each in enumerate(answers) if torch.device(each.device).type != "cpu"]
-    without = [rank for rank, each in enumerate(answers) if not each.has_blocks]
-    if elsewhere:
-        why = f"{_ranks(elsewhere)} not on the kernel of the source rank, or in another network name space"
-    elif devices:
+    nodes = _nodes(answers, source_rank)
+    without = [rank for rank in nodes[0] if not answers[rank].has_blocks]
+    if devices:
         why = f"the tower goes to {answers[devices[0]].device} on {_ranks(devices)}"
     elif without:
         why = f"{_ranks(without)} could not take the memory over: {answers[without[0]].problem or 'none was offered'}"
+    elif len(nodes) == len(answers):
+        why = "no two ranks are on one kernel and in one network name space"
     else:
-        said = "asked for" if asked == "shared" else "all ranks are on one kernel and want the tower on the cpu"
-        return Choice(transport="shared", reason=said)
+        where = "on one kernel" if len(nodes) == 1 else f"on {len(nodes)} kernels, with a copy on each,"
+        said = "asked for" if asked == "shared" else f"the ranks are {where} and want the tower on the cpu"
+        return Choice(transport="shared", reason=said, nodes=nodes)
     return Choice(transport="broadcast", reason=why)
+
+
+def _nodes(answers: Sequence[Answer], source_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks by node, the source's node first, and the source first on it."""
+    by_node: dict[str, list[int]] = {answers[source_rank].node: [source_rank]}
+    for rank, each in enumerate(answers):
+        if rank != source_rank:
+            by_node.setdefault(each.node, []).append(rank)
+    return tuple(map(tuple, by_node.values()))
+
+
+def receive_blocks(load_plan: LoadPlan, receive: Callable[[tuple[torch.Tensor, ...]], None], kept: ExitStack) -> Blocks:
+    """Receive a tower into new memory, seal it, and offer it to this node's other ranks.
+
+    Args:
+        load_plan: The source's plan.
+        receive: Fills one uint8 tensor `[size_bytes]` per segment, and keeps none of them.
+        kept: Ends with the load.
+
+    Returns:
+        The memory.
+
+    Ranks: the first of every node but the source's.
+    """
+    arena = Arena(sum(segment.size_bytes + ALIGN_BYTES for segment in load_plan.segments) + 1)
+    kept.callback(arena.close)
+    offsets = [arena.reserve(segment.size_bytes) or 0 for segment in load_plan.segments]
+    arena.cut()
+    receive(arena.writable(offsets, [segment.size_bytes for segment in load_plan.segments]))
+    arena.freeze()
+    node, address = offer((arena.fd,), kept)
+    places = tuple(Place(block=0, offset_bytes=offset) for offset in offsets)
+    layout = Layout(sizes=(arena.used_bytes,), sealed=(True,), places=places, node=node, address=address)
+    return Blocks((arena.fd,), layout)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -10,15 +10,17 @@ Small files (configuration, index, code) are verified before any library sees th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from safeload.building import build_source
+from safeload.chunking import ChunkList, agrees, find, leave
 from safeload.deferring import Built, build_on, build_while_reading
 from safeload.errors import CheckpointError, SafeLoadError
 from safeload.examining import Contents, examine
@@ -34,7 +36,7 @@ from safeload.sealing import OnBytes, OpenedCheckpoint, SealedCheckpoint, open_c
 from safeload.sharing import Blocks, Layout, offer
 from safeload.verifying import Manifest, Verification, verify
 
-__all__ = ["Sourced", "source_tower"]
+__all__ = ["Sourced", "compare_chunks", "source_tower"]
 
 
 @contextlib.contextmanager
@@ -51,7 +53,8 @@ def _stage(name: str) -> Iterator[None]:
 class Sourced:
     """The tower on the source rank, whose weights may still be on their way.
 
-    `blocks` is what other ranks of the node may map; None where this system or this load has nothing to map.
+    `blocks` is what other ranks of the node may map; None where this system or this load has nothing to map. `known`
+    are the digests of the weight files' chunks where an earlier load has left them: then nothing is being read.
     """
 
     request: Request
@@ -63,6 +66,7 @@ class Sourced:
     recipe: Recipe
     verification: Verification | None
     kept: ExitStack
+    known: tuple[ChunkList, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -82,15 +86,18 @@ class Sourced:
 
     def wait_for(self, segment: int, stop: int, check: Callable[[], None]) -> None:
         """Wait until the bytes of a segment are there, up to `stop`."""
-        if self.filling is not None:
+        if self.filling is not None and not self.known:  # with known chunks the files themselves are used, unread
             found = self.built.comes_from[segment]
             if found is not None:
                 number, begin, end = found
                 whole = self.load_plan.segments[segment].size_bytes
                 self.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
 
-    def finish(self) -> None:
+    def finish(self, *, chunks_agree: bool | None = None) -> None:
         """Wait until all is read, and compare it with what it should be.
+
+        Args:
+            chunks_agree: Whether the chunks were found to be the known ones; None where nobody has compared them yet.
 
         Raises:
             SourceError: A file cannot be read, or it was changed while it was read.
@@ -99,7 +106,10 @@ class Sourced:
         """
         if self.filling is not None:
             filling, self.filling = self.filling, None
-            self.seen, self.verification = _read(filling, self.manifest, self.request, self.kept)
+            if self.known and chunks_agree is None:
+                chunks_agree = compare_chunks(filling.memory_fds, self.known, part=0, parts=1)
+            accepted = filling.accept(_expected(self.manifest, self.seen)) if self.known and chunks_agree else None
+            self.seen, self.verification = _read(filling, self.manifest, self.request, self.kept, accepted)
             with _stage("examine"):
                 examine(self.seen)
         self.built.freeze()
@@ -163,8 +173,10 @@ def source_tower(
             show(done_bytes, total_bytes)
 
     with _stage("seal"):
-        filling = kept.enter_context(_open_filling(opened, on_bytes))
-    built, seen, verification = _build_early(request, filling), filling.seen, None
+        chunks = _uses_chunks(request, manifest)
+        filling = kept.enter_context(_open_filling(opened, on_bytes, chunks=chunks))
+    known = _known(request, manifest, filling) if chunks else ()
+    built, seen, verification = _build_early(request, filling, reads=not known), filling.seen, None
     is_early = built is not None
     if built is None:
         seen, verification = _read(filling, manifest, request, kept)
@@ -184,25 +196,26 @@ def source_tower(
         recipe=_recipe(request, built, seen),
         verification=verification,
         kept=kept,
+        known=known if is_early else (),
     )
     sourced.blocks = _blocks(sourced, shares=shares)
     return sourced
 
 
-def _open_filling(opened: OpenedCheckpoint, on_bytes: OnBytes) -> Filling:
+def _open_filling(opened: OpenedCheckpoint, on_bytes: OnBytes, *, chunks: bool) -> Filling:
     """Prepare to read the weights, with their headers to be looked at first where they have any."""
     if can_map() and not opened.source.checkpoint.pickled:
         with contextlib.suppress(SafeLoadError):  # a bad header is told later, unless the digest says what is wrong
-            return Filling(opened, on_bytes=on_bytes, headers=True)
-    return Filling(opened, on_bytes=on_bytes, headers=False)
+            return Filling(opened, on_bytes=on_bytes, headers=True, chunks=chunks)
+    return Filling(opened, on_bytes=on_bytes, headers=False, chunks=chunks)
 
 
-def _build_early(request: Request, filling: Filling) -> Built | None:
+def _build_early(request: Request, filling: Filling, *, reads: bool) -> Built | None:
     """Build while the weights are being read; None where they are needed for it, or something is wrong."""
     if not filling.headers:
         return None
     dtype = floating_dtype(request.dtype)
-    if dtype is None:
+    if dtype is None and reads:
         filling.start()
     try:
         contents = examine(filling.seen)
@@ -211,18 +224,71 @@ def _build_early(request: Request, filling: Filling) -> Built | None:
     built = build_while_reading(
         lambda seen: _build(request, seen, contents), filling, contents, casts=dtype is not None
     )
-    filling.start()
+    if reads:
+        filling.start()
     return built
 
 
 def _read(
-    filling: Filling, manifest: Manifest, request: Request, kept: ExitStack
+    filling: Filling,
+    manifest: Manifest,
+    request: Request,
+    kept: ExitStack,
+    accepted: SealedCheckpoint | None = None,
 ) -> tuple[SealedCheckpoint, Verification]:
     with _stage("seal"):
-        sealed = filling.finish()
+        sealed = filling.finish() if accepted is None else accepted
         kept.callback(sealed.close)
     with _stage("verify"):
-        return sealed, verify(manifest, sealed.digests, mode=request.verify)
+        verification = verify(manifest, sealed.digests, mode=request.verify)
+    if accepted is not None:
+        return sealed, replace(verification, source=f"{verification.source}; compared by the digests of chunks")
+    for name, chunks in filling.chunk_lists.items():
+        if name in verification.checked:
+            leave(sealed.file(name).sha256, chunks)
+    return sealed, verification
+
+
+def _expected(manifest: Manifest, seen: SealedCheckpoint) -> tuple[str, ...]:
+    """Return the expected sha256 of each weight file that has one."""
+    entries = (manifest.entries.get(file.name) for file in seen.weight_files)
+    return tuple(entry.hex for entry in entries if entry is not None and entry.algorithm == "sha256")
+
+
+def _uses_chunks(request: Request, manifest: Manifest) -> bool:
+    """Whether digests of chunks may be used and left: where the files themselves are mapped, and nobody pinned them."""
+    if request.memory != "mapped" or request.chunk_digests is False:
+        return False
+    return request.chunk_digests is True or manifest.provenance != "pinned"
+
+
+def _known(request: Request, manifest: Manifest, filling: Filling) -> tuple[ChunkList, ...]:
+    """Return the digests of all weight files' chunks that an earlier load has left; none where one is missing."""
+    files = filling.seen.weight_files
+    expected = _expected(manifest, filling.seen)
+    if not filling.headers or len(expected) != len(files) or floating_dtype(request.dtype) is not None:
+        return ()  # a cast goes through every byte anyway
+    found = [find(digest, size_bytes=file.size_bytes) for digest, file in zip(expected, files, strict=True)]
+    return () if None in found else tuple(each for each in found if each is not None)
+
+
+def compare_chunks(fds: Sequence[int], known: Sequence[ChunkList | None], *, part: int, parts: int) -> bool:
+    """Compare this rank's part of the weight files' chunks with the known ones.
+
+    Args:
+        fds: The weight files.
+        known: Their chunks; None for a list that this rank cannot use, as where blake3 is not installed.
+        part: This rank's place among those that share the work.
+        parts: How many they are.
+
+    Ranks: local.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // parts)
+    pairs = zip(fds, known, strict=True)
+    return all(
+        chunks is not None and agrees(fd, chunks, part=part, parts=parts, threads=threads) for fd, chunks in pairs
+    )
 
 
 def _build(request: Request, seen: SealedCheckpoint, contents: Contents) -> nn.Module:

@@ -176,24 +176,33 @@ def test_all_ranks_together_hold_one_copy(tmp_path):
     assert grown < 1.15 * size_bytes  # with three copies it would be 3
 
 
-def _elsewhere(folder):
+def _elsewhere(folder, hosts, dtype=None):
     import torch.distributed as dist
 
     from safeload import handing, load_report, loading, sharing
 
-    if dist.get_rank() == 1:
-        key = handing.node_key() + " of another host"
-        sharing.node_key = loading.node_key = lambda: key
-    tower = _load(folder, transport="shared", device="cpu")
-    _assert_same(tower, _reference(folder))
+    key = handing.node_key() + " of host " + hosts[dist.get_rank()]
+    sharing.node_key = loading.node_key = lambda: key
+    for _ in range(2):
+        tower = _load(folder, transport="shared", device="cpu", dtype=dtype)
+        _assert_same(tower, _reference(folder, dtype))
+    assert _open_files() == []
     return load_report(tower).transport, load_report(tower).transport_reason
 
 
-def test_ranks_on_other_kernels_get_the_broadcast_and_the_report_says_why(tmp_path):
-    results = run_on_ranks(3, _elsewhere, clip_folder(tmp_path / "tower"))
+def test_ranks_that_share_no_kernel_get_the_broadcast_and_the_report_says_why(tmp_path):
+    results = run_on_ranks(2, _elsewhere, clip_folder(tmp_path / "tower"), "ab")
     assert all(result.ok for result in results), results[1].describe()
-    assert {result.value[0] for result in results} == {"broadcast"}
-    assert "rank 1 not on the kernel of the source rank" in results[0].value[1]
+    why = "no two ranks are on one kernel and in one network name space"
+    assert {result.value for result in results} == {("broadcast", why)}
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_every_node_holds_a_copy_of_its_own(tmp_path, hosts, dtype):
+    results = run_on_ranks(4, _elsewhere, clip_folder(tmp_path / "tower"), hosts, dtype)
+    assert all(result.ok for result in results), "".join(result.describe() for result in results)
+    assert {result.value for result in results} == {("shared", "asked for")}
 
 
 def _refused(folder):

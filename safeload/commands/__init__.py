@@ -22,7 +22,7 @@ else:
     Subparsers = argparse._SubParsersAction
 
 # Modules of this package, in the order of the help text.
-COMMANDS: Final = ("demo", "verify", "lock", "inspect", "doctor", "run")
+COMMANDS: Final = ("demo", "verify", "lock", "inspect", "doctor", "run", "bench")
 
 
 class UsageError(Exception):
