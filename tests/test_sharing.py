@@ -179,10 +179,10 @@ def test_all_ranks_together_hold_one_copy(tmp_path):
 def _elsewhere(folder, hosts, dtype=None):
     import torch.distributed as dist
 
-    from safeload import handing, load_report, loading, sharing
+    from safeload import delivering, handing, load_report, sharing
 
     key = handing.node_key() + " of host " + hosts[dist.get_rank()]
-    sharing.node_key = loading.node_key = lambda: key
+    sharing.node_key = delivering.node_key = lambda: key
     for _ in range(2):
         tower = _load(folder, transport="shared", device="cpu", dtype=dtype)
         _assert_same(tower, _reference(folder, dtype))
