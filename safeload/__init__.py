@@ -38,13 +38,20 @@ __all__ = [
     "SafeLoadError",
     "SourceError",
     "TowerChangedError",
+    "TowerCheck",
     "UnsafeFormatError",
     "UnverifiedError",
     "UnverifiedWarning",
     "check_precision",
+    "check_towers",
     "frozen_towers",
     "gradient_report",
+    "ignored_modules",
+    "ignored_modules_pattern",
+    "ignored_parameters",
     "load_report",
+    "redirect_from_pretrained",
+    "restore_towers",
     "safe_from_pretrained",
     "unfreeze",
     "upcast_trainable",
@@ -54,10 +61,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from safeload.auditing import verify_checkpoint, write_lock
+    from safeload.checking import TowerCheck, check_towers, restore_towers
     from safeload.gradients import GradientReport, gradient_report
+    from safeload.ignoring import ignored_modules, ignored_modules_pattern, ignored_parameters
     from safeload.loading import load_report, safe_from_pretrained
     from safeload.precision import PrecisionWarning, check_precision
     from safeload.protecting import frozen_towers, unfreeze
+    from safeload.redirecting import redirect_from_pretrained
     from safeload.reporting import LoadReport, RankReport
     from safeload.ruling import PrecisionReport
     from safeload.upcasting import upcast_trainable
@@ -70,11 +80,18 @@ else:
         "PrecisionReport": "ruling",
         "PrecisionWarning": "precision",
         "RankReport": "reporting",
+        "TowerCheck": "checking",
         "UnverifiedWarning": "verifying",
         "check_precision": "precision",
+        "check_towers": "checking",
         "frozen_towers": "protecting",
         "gradient_report": "gradients",
+        "ignored_modules": "ignoring",
+        "ignored_modules_pattern": "ignoring",
+        "ignored_parameters": "ignoring",
         "load_report": "loading",
+        "redirect_from_pretrained": "redirecting",
+        "restore_towers": "checking",
         "safe_from_pretrained": "loading",
         "unfreeze": "protecting",
         "upcast_trainable": "upcasting",

@@ -153,6 +153,10 @@ class Call:
         """
         if self._early is not None:
             raise self._failed(self._early, None)
+        try:
+            self._line.check()
+        except StoreLost as error:
+            raise self._store_lost(error) from error
 
     def go(self, *, stop: bool = False) -> None:
         """On the judge: let the others into the next collectives of this stage, or tell them that none will follow."""
@@ -320,9 +324,13 @@ class Call:
         try:
             return self._line.ask(operation)
         except StoreLost as error:
-            texts = self.watch.find_ended() or {self._judge: "cut off, or its process has ended"}
-            said = {rank: f"{text}; the store does not answer: {error}" for rank, text in texts.items()}
-            failure = blame_peers(self._scene(), said)
-            self._gone = failure | {"lost": list(range(self.seat.size))}
-            self.agreed = statements.rebuild(failure, error)
-            raise self.agreed from error
+            raise self._store_lost(error) from error
+
+    def _store_lost(self, error: StoreLost) -> SafeLoadError:
+        """Without the store there is no verdict: each rank says what it can see for itself."""
+        texts = self.watch.find_ended() or {self._judge: "cut off, or its process has ended"}
+        said = {rank: f"{text}; the store does not answer: {error}" for rank, text in texts.items()}
+        failure = blame_peers(self._scene(), said)
+        self._gone = failure | {"lost": list(range(self.seat.size))}
+        self.agreed = statements.rebuild(failure, error)
+        return self.agreed

@@ -85,6 +85,7 @@ def broadcast(
     source: tuple[torch.Tensor, ...] | None,
     target: tuple[torch.Tensor, ...] | None,
     device: torch.device,
+    ready: Callable[[Piece], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Send every segment from the source rank to the others.
@@ -95,6 +96,7 @@ def broadcast(
         source: On the source rank the bytes to send, on the cpu; elsewhere None.
         target: Where this rank wants them; None where the source keeps its own memory.
         device: Where the tower lives on this rank.
+        ready: On the source: called with a piece before its bytes are taken, to wait for them.
         on_bytes: Called with the number of bytes after each bucket.
 
     Raises:
@@ -110,6 +112,8 @@ def broadcast(
     def fill(index: int) -> torch.Tensor:
         wire = _wire(cut[index], target if target is not None else source, travel)
         for piece, part in _parts(cut[index], wire) if source is not None else ():
+            if ready is not None:
+                ready(piece)
             _copy(part, _slice(source, piece))
         return wire
 

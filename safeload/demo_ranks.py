@@ -56,7 +56,7 @@ def prepare(tower: str | None, work: str) -> Setting:
     return Setting(
         tower=folder,
         origin=tower or folder,
-        tower_class=tower_class,
+        tower_class=type(alone).__name__,
         width=width,
         outer=str(outer),
         weight_files=tuple(str(path) for path in sorted(Path(folder).iterdir()) if path.suffix in _WEIGHT_SUFFIXES),

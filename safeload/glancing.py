@@ -48,7 +48,9 @@ def glance(protection: Protection) -> None:
 
     Raises:
         TowerChangedError: Values were overwritten, or a tensor was sharded.
+        SafeLoadError: The verdict was still out, and the tower is not the expected one.
     """
+    protection.settle()
     if not protection.armed and untouched(protection):
         return
     happened = mend(protection)

@@ -6,17 +6,20 @@ The ranks in here are ranks in the group; those in errors are global ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 
 from safeload import statements
+from safeload.promising import Promise
 from safeload.watching import identify
 
 __all__ = ["Group"]
 
 T = TypeVar("T")
+_ALONE: Final = timedelta(days=1)  # one process waits for itself
 
 
 class Group:
@@ -163,6 +166,23 @@ class Group:
 
     def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
         """Receive bytes from one rank, which calls `send`. As `broadcast` otherwise."""
+
+    def among(self, ranks: Sequence[int]) -> Group:
+        """Return the group of some of these ranks, to be entered with `with`; the first of them is its source.
+
+        Args:
+            ranks: In this group.
+
+        Ranks: called on those ranks alone, all of them, in the same order.
+        """
+        return self
+
+    def promise(self) -> Promise:
+        """Make a promise of the source rank, which the others may wait for at any time, also after this call.
+
+        Ranks: called on every rank of the group.
+        """
+        return Promise(None, promiser=None, is_ours=True, readers=0, timeout=_ALONE)
 
     def stream(
         self,

@@ -82,6 +82,7 @@ class Guarded(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Give the tower's own state dict, and nothing to the state dict of a model it is part of."""
+        record_of(self).settle()
         mend(record_of(self))
         destination, prefix = destination_of(args, kwargs)
         if destination is not None and prefix:
@@ -91,6 +92,7 @@ class Guarded(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Keep the verified values: whatever the checkpoint has for the tower gives way to the tower's own tensors."""
         protection = record_of(self)
+        protection.settle()
         mend(protection)
         answer_checkpoint(protection, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -118,6 +120,7 @@ class Guarded(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the tower, protected like this one."""
+        record_of(self).settle()
         protection, original = record_of(self), original_class(self)
         own_way = getattr(original, "__deepcopy__", None)
         if own_way is not None:
@@ -130,6 +133,7 @@ class Guarded(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the tower's own class; unpickling compares all values with their fingerprints, and protects."""
+        record_of(self).settle()
         protection, original = record_of(self), original_class(self)
         state = {key: value for key, value in self.__dict__.items() if key != RECORD}
         facts = (protection.name, protection.origin, protection.fingerprints, protection.report)
@@ -196,6 +200,26 @@ def guard(module: nn.Module, protection: Protection) -> None:
     root, *rest = protection.parts
     protection.parts = ((*root[:2], type(module)), *rest)
     hook(module)
+    if protection.verdict is not None:
+        _wait_in_every_part(module, protection)
+
+
+def _wait_in_every_part(module: nn.Module, protection: Protection) -> None:
+    """Let each part of a tower that is not verified yet wait for the verdict when it is called by itself."""
+    verdict = protection.verdict
+
+    def settle(part: nn.Module, args: Any) -> None:
+        protection.settle()
+
+    handles = [part.register_forward_pre_hook(settle) for part in module.modules() if part is not module]
+
+    def wait() -> None:
+        if verdict is not None:
+            verdict()
+        for handle in handles:
+            handle.remove()
+
+    protection.verdict = wait
 
 
 def unguard(module: nn.Module) -> Protection:

@@ -17,10 +17,11 @@ from typing import Final
 
 from safeload.errors import SourceError
 
-__all__ = ["Memory", "freeze", "has_sealed_memory", "new_memory", "require_memory", "show"]
+__all__ = ["Memory", "freeze", "has_sealed_memory", "is_frozen", "new_memory", "require_memory", "show", "write_at"]
 
 _LINUX_SEALS: Final = 0x0001 | 0x0002 | 0x0004 | 0x0008  # F_SEAL_SEAL, _SHRINK, _GROW, _WRITE
 _F_ADD_SEALS: Final = 1033
+_F_GET_SEALS: Final = 1034
 _RAM: Final = Path("/dev/shm")
 
 
@@ -75,6 +76,48 @@ def freeze(memory: Memory) -> None:
     import fcntl
 
     fcntl.fcntl(memory.fd, _F_ADD_SEALS, _LINUX_SEALS)
+
+
+def is_frozen(fd: int) -> bool:
+    """Say whether memory is sealed against writing, shrinking and growing.
+
+    Args:
+        fd: Any descriptor of it, also one that came from another process.
+    """
+    import fcntl
+
+    wanted = _LINUX_SEALS & ~0x0001
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS) & wanted == wanted
+    except OSError:  # not memory but a file on a disk
+        return False
+
+
+def write_at(fd: int, data: memoryview, offset: int, *, path: Path) -> None:
+    """Write all of `data` at `offset` of memory.
+
+    Args:
+        fd: The memory.
+        data: Contiguous bytes.
+        offset: Where in it.
+        path: What is copied, for messages.
+
+    Raises:
+        SourceError: There is no memory left for it.
+    """
+    written = 0
+    try:
+        while written < len(data):
+            written += _write_part(fd, data[written:], offset + written)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be copied into memory: {error.strerror}.", path=str(path)) from error
+
+
+def _write_part(fd: int, data: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, data, offset)
+    os.lseek(fd, offset, os.SEEK_SET)  # Windows
+    return os.write(fd, data)
 
 
 def show(fd: int, path: Path | None, target: Path) -> None:

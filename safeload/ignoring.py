@@ -1,7 +1,7 @@
 """Receive a model, give its towers in the forms that FSDP and Accelerate take as arguments.
 
-Nobody needs these: a protected tower is passed by without a line in the user's code. They are the public road, for those
-who want to see it written down, and the one that remains should torch's private mark move.
+Nobody needs these: a protected tower is passed by without a line in the user's code. They are the public road, for
+those who want to see it written down, and the one that remains should torch's private mark move.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _towers(model: nn.Module) -> dict[str, nn.Module]:
     towers = frozen_towers(model)
     if not towers:
         raise ProtectionError(
-            f"there is no protected tower in this {type(model).__name__}, so there is nothing to ignore. Load the tower "
-            "with safe_from_pretrained and ask after it is part of the model."
+            f"there is no protected tower in this {type(model).__name__}, so there is nothing to ignore. Load the "
+            "tower with safe_from_pretrained and ask after it is part of the model."
         )
     return towers
 

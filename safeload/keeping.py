@@ -17,10 +17,12 @@ from torch import nn
 from safeload.errors import ProtectionError
 from safeload.fingerprinting import fingerprint, glimpse
 
-__all__ = ["PLAIN", "RECORD", "TABLES", "Kept", "Protection", "keep", "rebase", "record_of", "version_of"]
+__all__ = ["PLAIN", "RECORD", "TABLES", "Kept", "Originals", "Protection", "keep", "rebase", "record_of", "version_of"]
 
 TABLES: Final = {"parameter": "_parameters", "buffer": "_buffers"}
 PLAIN: Final = (torch.Tensor, nn.Parameter)
+
+Originals = Callable[[], Mapping[str, torch.Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +55,9 @@ class Protection:
     """All that is known of one protected tower. It refers to tensors, never to modules: no cycle keeps a tower alive.
 
     `report` is free for the loader: what `load_report` returns. `mended` lists, in order, what was put back and why.
-    `conflicts` lists checkpoint keys that brought other values for the tower.
+    `conflicts` lists checkpoint keys that brought other values for the tower. `originals` gives the verified tensors
+    by name where they are also in memory that the module does not use. `verdict` waits until the tower's bytes have
+    been verified, and raises where they are not the expected ones; None where that is over.
     """
 
     name: str
@@ -64,11 +68,37 @@ class Protection:
     armed: bool = True
     mended: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
+    originals: Originals | None = None
+    verdict: Callable[[], None] | None = None
+
+    def settle(self) -> None:
+        """Wait for the verdict, if it is still out. What it raises it raises again at every use.
+
+        Raises:
+            SafeLoadError: The tower's bytes are not the expected ones, or could not be verified.
+        """
+        if self.verdict is not None:
+            self.verdict()
+            self.verdict = None
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """The verified fingerprint of every tensor, by name; without those that the tower itself has renewed."""
-        return {kept.name: kept.fingerprint for kept in self.kept if not kept.renewed}
+        return {kept.name: self.fingerprint_of(kept) for kept in self.kept if not kept.renewed}
+
+    def fingerprint_of(self, kept: Kept) -> str:
+        """Return the verified fingerprint of one tensor."""
+        if not kept.fingerprint and self.originals is not None:
+            kept.fingerprint = fingerprint(self.originals()[kept.name])
+        return kept.fingerprint
+
+    def take_glimpses(self) -> None:
+        """Take the glimpses that have not been taken, of the originals where those can still be had."""
+        due = [kept for kept in self.kept if not kept.glimpse]
+        originals = {} if self.originals is None or not due else self.originals()
+        seen = glimpse([originals.get(kept.name, kept.verified) for kept in due])
+        for kept, values in zip(due, seen, strict=True):
+            kept.glimpse = values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A record belongs to its own tensors: a copy of a part of a tower is an ordinary module."""
@@ -131,7 +161,14 @@ def _refuse_unfit(name: str, tensor: torch.Tensor, tower: str) -> None:
         )
 
 
-def keep(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[str, str] | None) -> Protection:
+def keep(
+    module: nn.Module,
+    *,
+    name: str,
+    origin: str,
+    fingerprints: Mapping[str, str] | None,
+    originals: Originals | None = None,
+) -> Protection:
     """Write down every parameter and buffer of a module. Tensor attributes are left out: classes use them as caches.
 
     Args:
@@ -139,6 +176,8 @@ def keep(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[str
         name: What to call it in messages.
         origin: Where it was loaded from.
         fingerprints: `fingerprint` of tensors by name, where the loader knows them; the others are computed here.
+        originals: Gives the verified tensors by name, where they are kept in memory that the module does not use. No
+            value is read now, then, but when it is first needed.
 
     Returns:
         The record.
@@ -155,7 +194,7 @@ def keep(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[str
             full = f"{prefix}.{key}" if prefix else key
             _refuse_unfit(full, tensor, name)
             verified = aliases.setdefault(id(tensor), tensor.detach())
-            prints[id(tensor)] = known.get(full) or prints.get(id(tensor)) or fingerprint(tensor)
+            prints[id(tensor)] = known.get(full) or prints.get(id(tensor)) or ("" if originals else fingerprint(tensor))
             kept.append(
                 Kept(
                     name=full,
@@ -172,14 +211,10 @@ def keep(module: nn.Module, *, name: str, origin: str, fingerprints: Mapping[str
                 )
             )
     parts = tuple((path, weakref.ref(part), type(part)) for path, part in module.named_modules())
-    protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=parts)
-    _take_glimpses(protection)
+    protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=parts, originals=originals)
+    if originals is None:
+        protection.take_glimpses()
     return protection
-
-
-def _take_glimpses(protection: Protection) -> None:
-    for kept, seen in zip(protection.kept, glimpse([kept.verified for kept in protection.kept]), strict=True):
-        kept.glimpse = seen
 
 
 def rebase(kept: Kept, moved: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from safeload.marking import spare_from_ddp
 __all__ = ["listen", "place_part", "remove_part"]
 
 _PART: Final = "_safeload_part"
+_REPLICA: Final = "_is_replica"  # set by nn.DataParallel on the copies it makes for one forward: they are not the tower
 _SETTERS: Final = (nn_module.__name__, "safeload.guarding")  # where `__setattr__` and `register_buffer` are defined
 
 
@@ -47,7 +48,9 @@ def _no_part() -> None:
 
 def _part_of(module: nn.Module) -> tuple[Protection, str] | None:
     part = module.__dict__.get(_PART)
-    return None if part is None else (part.protection, part.path)
+    if part is None or _REPLICA in module.__dict__:
+        return None
+    return part.protection, part.path
 
 
 def _replaces_itself(module: nn.Module) -> bool:

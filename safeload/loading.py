@@ -6,13 +6,16 @@ follows, so that a failure on any rank is the same error on every rank, and nobo
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -21,39 +24,44 @@ import torch
 from torch import nn
 
 from safeload.ambient import plain_tensors
-from safeload.broadcasting import broadcast
-from safeload.building import build_peer, build_source
+from safeload.broadcasting import Piece, broadcast
+from safeload.building import build_peer
 from safeload.casting import install_boundary_casts, install_boundary_errors
+from safeload.chunking import ChunkList
 from safeload.errors import ProtectionError, SafeLoadError
-from safeload.examining import Contents, examine
-from safeload.fitting import check_kinds
 from safeload.group import Group, join_group
-from safeload.placing import allocate, check_module, place
-from safeload.planning import LoadPlan, plan, segment_views
+from safeload.handing import node_key
+from safeload.placing import allocate, check_module, place, tensors_of
+from safeload.planning import LoadPlan
 from safeload.protecting import protect, tower_state
-from safeload.recipes import Recipe, recipe_of
-from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock, progress_bar
-from safeload.requesting import Request, floating_dtype
+from safeload.recipes import Recipe
+from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
+from safeload.requesting import Request
 from safeload.resolving import resolve
-from safeload.sealing import SealedCheckpoint, open_folder, seal
-from safeload.verifying import Verification, expect, verify
+from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
+from safeload.sourcing import Sourced, compare_chunks, source_tower
+from safeload.verifying import expect
 
 __all__ = ["load_report", "safe_from_pretrained"]
 
 _CPU: Final = torch.device("cpu")
+_PENDING: Final = {"verdict": "pending", "digest": "", "provenance": "", "provenance_detail": "", "files": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Letter:
-    """What the source tells the other ranks before the payload: JSON only."""
+    """What the source tells the other ranks before the payload: JSON only. `layout` is what it offers to share."""
 
     recipe: Recipe
     load_plan: LoadPlan
-    facts: Mapping[str, Any]
+    layout: Layout | None
+    known: tuple[ChunkList | None, ...] = ()
 
     def to_json(self) -> bytes:
+        layout = None if self.layout is None else self.layout.to_fields()
         parts = {"recipe": self.recipe.to_json().decode(), "plan": self.load_plan.to_json().decode()}
-        return json.dumps({**parts, "facts": dict(self.facts)}).encode()
+        known = [chunks.to_fields() for chunks in self.known if chunks is not None]
+        return json.dumps({**parts, "layout": layout, "known": known}).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> _Letter:
@@ -61,17 +69,30 @@ class _Letter:
         return cls(
             recipe=Recipe.from_json(fields["recipe"]),
             load_plan=LoadPlan.from_json(fields["plan"]),
-            facts=fields["facts"],
+            layout=None if fields["layout"] is None else Layout.from_fields(fields["layout"]),
+            known=tuple(map(ChunkList.from_fields, fields["known"])),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    """What the source rank holds before the payload moves."""
+class _Call:
+    """One call of `safe_from_pretrained` on this rank; what is entered into `kept` ends with it."""
+
+    request: Request
+    ranks: Group
+    clock: StageClock
+    kept: ExitStack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filled:
+    """A rank's module, its tensors in place; `blocks` is the memory behind them where it is shared."""
 
     module: nn.Module
-    letter: _Letter
-    sealed: SealedCheckpoint
+    load_plan: LoadPlan
+    choice: Choice
+    blocks: Blocks | None
+    known: tuple[ChunkList | None, ...] = ()
 
 
 def safe_from_pretrained(
@@ -93,6 +114,8 @@ def safe_from_pretrained(
     memory: Literal["sealed", "mapped"] = "sealed",
     timeout: timedelta = timedelta(minutes=30),
     verify: Literal["auto", "strict", "off"] = "auto",
+    verdict: Literal["load", "first_use"] = "load",
+    chunk_digests: bool | None = None,
     manifest: str | os.PathLike[str] | None = None,
     manifest_sha256: str | None = None,
     allow_pickle: bool = False,
@@ -125,12 +148,20 @@ def safe_from_pretrained(
         device: Where the tower lives on this rank. None is this process's accelerator if there is one, else the cpu.
         group: The process group; None is the default one. Without a process group one process loads for itself.
         source_rank: Rank within `group` that reads the checkpoint.
-        transport: "broadcast" sends the bytes with torch.distributed to every rank; "auto" chooses.
+        transport: "shared" makes one copy a node, which its ranks map; "broadcast" sends the bytes with
+            torch.distributed to every rank; "auto" shares where all ranks are on one node and want the tower on the
+            cpu, else broadcasts. "shared" falls back to "broadcast" where ranks share no kernel: the report says why.
         memory: "sealed" copies the verified bytes once into memory that nobody can change; "mapped" maps the verified
             file itself, for storage that nobody writes to.
         timeout: How long the ranks wait for each other to come, and again for the whole load to end.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
+        verdict: "load" returns when the bytes have been verified; "first_use" returns when the tensors are in place,
+            and verification goes on behind: the tower's first use (forward, state dict, unfreeze, check, pickle) waits
+            for it, and raises there, on every rank, what "load" would have raised.
+        chunk_digests: With memory="mapped": whether a verified load leaves the digests of the files' chunks in a
+            private folder of this user, so that later loads that expect the same sha256 are compared on all cores.
+            None does where the manifest is not pinned. `safeload.chunking` says what that rests on.
         manifest: A SHA256SUMS file to compare with.
         manifest_sha256: sha256 of that file, 64 hex digits.
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.
@@ -172,6 +203,8 @@ def safe_from_pretrained(
         transport=transport,
         memory=memory,
         verify=verify,
+        verdict=verdict,
+        chunk_digests=chunk_digests,
         manifest=manifest,
         manifest_sha256=manifest_sha256,
         allow_pickle=allow_pickle,
@@ -185,19 +218,76 @@ def safe_from_pretrained(
         plain_tensors(_CPU),
         ExitStack() as kept,
     ):
-        meter, clock = kept.enter_context(MemoryMeter()), StageClock()
+        meter = kept.enter_context(MemoryMeter())
+        call = _Call(request=request, ranks=ranks, clock=StageClock(), kept=kept)
         ranks.start(request.statement())
         ranks.agree("arguments", request.check)
-        loaded = _load_on_source(request, ranks, clock, kept)
-        module, letter = _fill_every_rank(request, ranks, clock, loaded)
-        device = str(next((parameter.device for parameter in module.parameters()), _CPU))
-        report = _report(request, ranks, clock, letter, _own_report(ranks, meter, letter, loaded, device))
-        return ranks.agree("protect", lambda: _protect(module, request, report))
+        sourced = _load_on_source(call)
+        filled = _fill_every_rank(call, sourced)
+        if request.verdict == "first_use":
+            return _return_early(call, filled, sourced, meter)
+        with call.clock.stage("verify"):
+            agree = _compare_chunks(ranks, filled)
+            ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
+        report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
+        return ranks.agree("protect", lambda: _protect(filled, request, report))
 
 
-def _protect(module: nn.Module, request: Request, report: LoadReport) -> nn.Module:
-    tower = protect(module, name=type(module).__name__, origin=request.origin)
-    tower_state(tower).report = report
+def _compare_chunks(ranks: Group, filled: _Filled) -> bool | None:
+    """Split the known chunks among the node's ranks; None where there are none, or they are not shared."""
+    if not filled.known or filled.blocks is None:
+        return None
+    fds = filled.blocks.fds[: len(filled.known)]
+    agree = ranks.agree("chunks", lambda: compare_chunks(fds, filled.known, part=ranks.rank, parts=ranks.size))
+    return all(said == b"+" for said in ranks.gather_bytes("chunks", b"+" if agree else b"-"))
+
+
+def _return_early(call: _Call, filled: _Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
+    """Return the tower before the verdict; its first use waits for it."""
+    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced), sourced)
+    promise = call.ranks.promise()
+    if sourced is not None:
+        owned = sourced.kept = call.kept.pop_all()  # what the reading needs lives until the verdict
+
+        def finish() -> Mapping[str, Any]:
+            with owned:
+                sourced.finish()
+                return sourced.verified_facts()
+
+        threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
+    blocks = filled.blocks if sourced is None else None
+    kept = call.kept.pop_all()  # descriptors of the shared memory, to see that it was sealed
+
+    def wait() -> None:
+        facts = promise.wait()
+        with kept:
+            if blocks is not None:
+                blocks.check_sealed()
+        module = tower()
+        if module is not None:
+            tower_state(module).report = replace(report, **facts)
+
+    tower = weakref.ref(filled.module)
+    return call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+
+
+def _protect(
+    filled: _Filled, request: Request, report: LoadReport, *, verdict: Callable[[], None] | None = None
+) -> nn.Module:
+    originals = None
+    if filled.blocks is not None:
+        if verdict is None:
+            filled.blocks.check_sealed()
+        untouched = filled.blocks.map(filled.load_plan)  # a mapping of its own: the module's writes do not reach it
+        originals = functools.cache(lambda: tensors_of(filled.load_plan, untouched, device=_CPU))
+    tower = protect(
+        filled.module,
+        name=type(filled.module).__name__,
+        origin=request.origin,
+        report=report,
+        originals=originals,
+        verdict=verdict,
+    )
     install = install_boundary_casts if request.cast_inputs else install_boundary_errors
     return install(tower)
 
@@ -222,11 +312,12 @@ def load_report(tower: nn.Module) -> LoadReport:
     return report
 
 
-def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: ExitStack) -> _Loaded | None:
+def _load_on_source(call: _Call) -> Sourced | None:
     """Run every stage that touches the checkpoint; the other ranks wait and learn of a failure."""
+    request, ranks = call.request, call.ranks
 
     def step(stage: str, run: Callable[[], Any]) -> Any:
-        with clock.stage(stage):
+        with call.clock.stage(stage):
             return ranks.on_source(stage, run)
 
     checkpoint = step(
@@ -247,78 +338,126 @@ def _load_on_source(request: Request, ranks: Group, clock: StageClock, kept: Exi
             manifest_sha256=request.manifest_sha256,
         ),
     )
-
-    def read() -> SealedCheckpoint:
-        with progress_bar(request.progress, f"{request.origin}: read and verify") as show:
-
-            def on_bytes(done_bytes: int, total_bytes: int) -> None:
-                ranks.check()  # no use in reading on for a group that has failed
-                if show is not None:
-                    show(done_bytes, total_bytes)
-
-            return kept.enter_context(seal(checkpoint, manifest, memory=request.memory, on_bytes=on_bytes))
-
-    sealed = step("seal", read)
-    verification = step("verify", lambda: verify(manifest, sealed.digests, mode=request.verify))
-    contents = step("examine", lambda: examine(sealed))
-    module = step("build", lambda: _build(request, sealed, contents))
-    letter = step("plan", lambda: _write_letter(request, module, sealed, verification))
-    return _Loaded(module=module, letter=letter, sealed=sealed) if ranks.is_source else None
+    shares = ranks.size > 1 and request.transport != "broadcast"
+    sourced: Sourced | None = step(
+        "build", lambda: source_tower(request, checkpoint, manifest, shares=shares, kept=call.kept, check=ranks.check)
+    )
+    return sourced
 
 
-def _build(request: Request, sealed: SealedCheckpoint, contents: Contents) -> nn.Module:
-    with open_folder(sealed) as folder:
-        module = build_source(
-            request.model_class,
-            folder,
-            origin=request.origin,
-            config=request.config,
-            dtype=floating_dtype(request.dtype),
-            variant=request.where["variant"],
-            weights=[folder / name for name in sealed.weight_names],
-            ignore_unexpected=request.ignore_unexpected,
-            model_kwargs=request.model_kwargs,
-        )
-    check_kinds(module, contents.tensors, request.origin)
-    return module
-
-
-def _write_letter(request: Request, module: nn.Module, sealed: SealedCheckpoint, verification: Verification) -> _Letter:
-    load_plan = plan(module)
-    files = {name: sealed.read(name).decode() for name in sealed.checkpoint.small if request.trust_remote_code}
-    facts = {
-        "tower": type(module).__name__,
-        "repo_id": sealed.checkpoint.repo_id,
-        "commit": sealed.checkpoint.commit,
-        "memory": request.memory,
-        "digest": verification.digest,
-        "provenance": "off" if request.verify == "off" else verification.provenance,
-        "provenance_detail": verification.source,
-        "files": {file.name: file.sha256 for file in sealed.files},
-    }
-    return _Letter(recipe=recipe_of(module, request.model_class, files), load_plan=load_plan, facts=facts)
-
-
-def _fill_every_rank(
-    request: Request, ranks: Group, clock: StageClock, loaded: _Loaded | None
-) -> tuple[nn.Module, _Letter]:
-    """Construct on the other ranks, move the bytes, put them in place."""
+def _fill_every_rank(call: _Call, sourced: Sourced | None) -> _Filled:
+    """Construct on the other ranks, move the bytes, put them in place; they may still be on their way."""
+    request, ranks, clock = call.request, call.ranks, call.clock
     with clock.stage("plan"):
-        raw = ranks.send_bytes("plan", loaded.letter.to_json() if loaded else None)
-        letter = ranks.agree("plan", lambda: loaded.letter if loaded else _Letter.from_json(raw))
+        letter = _read_letter(ranks, sourced)
     with clock.stage("build"):
         device = ranks.agree("device", lambda: _device(request.device))
-        module = ranks.agree("build", lambda: loaded.module if loaded else _build_peer(request, letter))
+        module = ranks.agree("build", lambda: sourced.module if sourced else _build_peer(request, letter))
+    with clock.stage("share"):
+        blocks, choice = _take_over(request, ranks, letter, device, sourced)
+    if blocks is not None and sourced is None:
+        call.kept.callback(blocks.close)
     load_plan = letter.load_plan
+    if choice.transport == "shared":
+        if len(choice.nodes) > 1:
+            with clock.stage("broadcast"):
+                blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
+        return _place_shared(call, module, letter, choice, blocks)
+    filled = _Filled(module=module, load_plan=load_plan, choice=choice, blocks=None)
+    _broadcast(call, filled, device, sourced)
+    return filled
+
+
+def _place_shared(call: _Call, module: nn.Module, letter: _Letter, choice: Choice, blocks: Blocks | None) -> _Filled:
+    if blocks is None:
+        raise AssertionError("sharing was chosen without memory to share")
+    with call.clock.stage("place"):
+        call.ranks.agree("place", lambda: place(module, letter.load_plan, blocks.map(letter.load_plan), device=_CPU))
+    known = letter.known if len(choice.nodes) == 1 else ()
+    return _Filled(module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, known=known)
+
+
+def _share_between_nodes(
+    call: _Call, letter: _Letter, choice: Choice, blocks: Blocks | None, sourced: Sourced | None
+) -> Blocks | None:
+    """Broadcast from the source to the first rank of every other node, which offers what it got to its neighbours."""
+    ranks, load_plan = call.ranks, letter.load_plan
+    leaders = [node[0] for node in choice.nodes]
+    leads = ranks.rank in leaders
+
+    def receive() -> Blocks | None:
+        if not leads:
+            return blocks
+        with ranks.among(leaders) as firsts:
+            if sourced is not None:
+                ready = functools.partial(_wait_for_piece, sourced, firsts)
+                broadcast(firsts, load_plan, source=sourced.segments(), target=None, device=_CPU, ready=ready)
+                return blocks
+            return receive_blocks(
+                load_plan,
+                lambda target: broadcast(firsts, load_plan, source=None, target=target, device=_CPU),
+                call.kept,
+            )
+
+    got = ranks.agree("broadcast", receive)
+    mine = got.layout.to_fields() if leads and got is not None and sourced is None else None
+    offers = [json.loads(raw) for raw in ranks.gather_bytes("offers", json.dumps(mine).encode())]
+    node = next(node for node in choice.nodes if ranks.rank in node)
+
+    def take() -> Blocks | None:
+        if leads or node[0] == leaders[0]:
+            return got
+        taken, answer = take_over(Layout.from_fields(offers[node[0]]), device=_CPU)
+        if taken is None:
+            raise SafeLoadError(f"no memory from rank {node[0]}: {answer.problem}; use transport='broadcast'")
+        call.kept.callback(taken.close)
+        return taken
+
+    return ranks.agree("take", take)
+
+
+def _wait_for_piece(sourced: Sourced, ranks: Group, piece: Piece) -> None:
+    sourced.wait_for(piece.segment, piece.stop, ranks.check)
+
+
+def _read_letter(ranks: Group, sourced: Sourced | None) -> _Letter:
+    own = None
+    if sourced is not None:
+        layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
+        own = _Letter(
+            recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, known=sourced.known if layout else ()
+        )
+    raw = ranks.send_bytes("plan", own.to_json() if own else None)
+    return ranks.agree("plan", lambda: own or _Letter.from_json(raw))
+
+
+def _take_over(
+    request: Request, ranks: Group, letter: _Letter, device: torch.device, sourced: Sourced | None
+) -> tuple[Blocks | None, Choice]:
+    """Take the node's memory over where that can be done on every rank, and choose the transport."""
+    blocks, answer = sourced.blocks if sourced else None, Answer(device=str(device), node=node_key(), has_blocks=False)
+    if sourced is not None:
+        answer = replace(answer, has_blocks=blocks is not None)
+    elif letter.layout is not None:
+        blocks, answer = take_over(letter.layout, device=device)
+    answers = [Answer.from_json(raw) for raw in ranks.gather_bytes("share", answer.to_json())]
+    return blocks, choose(request.transport, answers, source_rank=ranks.source_rank)
+
+
+def _broadcast(call: _Call, filled: _Filled, device: torch.device, sourced: Sourced | None) -> None:
+    ranks, clock, load_plan = call.ranks, call.clock, filled.load_plan
     with clock.stage("allocate"):
         moves = not ranks.is_source or device != _CPU  # the source keeps its own memory where that is on the cpu
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
+        source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
-        source = segment_views(module, load_plan) if loaded else None
-        broadcast(ranks, load_plan, source=source, target=target, device=device)
+        ready = None if sourced is None else functools.partial(_wait_for_piece, sourced, ranks)
+        broadcast(ranks, load_plan, source=source, target=target, device=device, ready=ready)
     with clock.stage("place"):
-        ranks.agree("place", lambda: place(module, load_plan, target, device=device) if target is not None else None)
-    return module, letter
+        final = source if target is None and sourced and sourced.blocks else target
+        ranks.agree(
+            "place", lambda: place(filled.module, load_plan, final, device=device) if final is not None else None
+        )
 
 
 def _build_peer(request: Request, letter: _Letter) -> nn.Module:
@@ -361,37 +500,42 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     return found
 
 
-def _own_report(ranks: Group, meter: MemoryMeter, letter: _Letter, loaded: _Loaded | None, device: str) -> RankReport:
+def _own_report(ranks: Group, meter: MemoryMeter, filled: _Filled, sourced: Sourced | None) -> RankReport:
     meter.stop()
-    size_bytes = letter.load_plan.size_bytes
+    size_bytes = filled.load_plan.size_bytes
     return RankReport(
         rank=ranks.global_rank,
         host=ranks.host,
-        read_bytes=loaded.sealed.bytes_read if loaded else 0,
-        files_opened=loaded.sealed.names if loaded else (),
-        sent_bytes=size_bytes if loaded and ranks.size > 1 else 0,
-        received_bytes=0 if loaded else size_bytes,
+        read_bytes=sourced.seen.bytes_read if sourced else 0,
+        files_opened=sourced.seen.names if sourced else (),
+        sent_bytes=size_bytes if sourced and ranks.size > 1 else 0,
+        received_bytes=0 if sourced else size_bytes,
         memory_before_bytes=meter.before_bytes,
         memory_peak_bytes=meter.peak_bytes,
         memory_after_bytes=meter.after_bytes,
-        device=device,
+        device=str(next((parameter.device for parameter in filled.module.parameters()), _CPU)),
     )
 
 
-def _report(request: Request, ranks: Group, clock: StageClock, letter: _Letter, own: RankReport) -> LoadReport:
-    gathered = tuple(map(RankReport.from_json, ranks.gather_bytes("report", own.to_json())))
-    specs = [spec for spec in letter.load_plan.tensors if spec.same_as is None]
-    alone = ranks.size == 1
+def _report(call: _Call, filled: _Filled, own: RankReport, sourced: Sourced | None) -> LoadReport:
+    ranks = call.ranks
+    facts: dict[str, Any] | None = None
+    if sourced is not None:
+        facts = sourced.facts() | (sourced.verified_facts() if call.request.verdict == "load" else _PENDING)
+    said = {"facts": facts, "rank": own.to_json().decode()}
+    gathered = [json.loads(raw) for raw in ranks.gather_bytes("report", json.dumps(said).encode())]
+    reports = tuple(RankReport.from_json(each["rank"]) for each in gathered)
+    specs = [spec for spec in filled.load_plan.tensors if spec.same_as is None]
     return LoadReport(
-        origin=request.origin,
-        source_rank=gathered[ranks.source_rank].rank,
+        origin=call.request.origin,
+        source_rank=reports[ranks.source_rank].rank,
         world_size=ranks.size,
-        transport="none" if alone else "broadcast",
-        transport_reason="one rank loads for itself" if alone else "torch.distributed to every rank",
+        transport=filled.choice.transport,
+        transport_reason=filled.choice.reason,
         tensors=len(specs),
-        tower_bytes=letter.load_plan.size_bytes,
+        tower_bytes=filled.load_plan.size_bytes,
         dtypes=dict(Counter(spec.dtype for spec in specs)),  # asdict does not copy a Counter rightly
-        seconds=dict(clock.seconds),
-        ranks=gathered,
-        **letter.facts,
+        seconds=dict(call.clock.seconds),
+        ranks=reports,
+        **gathered[ranks.source_rank]["facts"],
     )

@@ -25,6 +25,7 @@ from safeload import statements, wiring
 from safeload.agreeing import Call
 from safeload.errors import GroupError
 from safeload.grouping import Group
+from safeload.promising import Promise
 from safeload.transferring import Payload, Transfers
 from safeload.watching import Identity, Seat
 
@@ -41,6 +42,8 @@ class _Past:
     """What one process remembers of a process group between calls; goes with the group."""
 
     calls: int = 0
+    promises: int = 0
+    parts: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
     alone: bool = False  # inside of work that only the source does
     lock: threading.RLock = field(default_factory=threading.RLock)  # re-entrant: a tower may be made of towers
     known: dict[int, Identity] = field(default_factory=dict)
@@ -202,6 +205,30 @@ class RankGroup(Group):
 
     def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
         self._transfers.recv(tensor, from_rank)
+
+    def among(self, ranks: Sequence[int]) -> Group:
+        members = sorted(self._seat.global_ranks[rank] for rank in ranks)
+        key = tuple(members)
+        if key not in self._past.parts:
+            self._past.parts[key] = dist.new_group(
+                members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+            )
+        source_rank = members.index(self._seat.global_ranks[ranks[0]])
+        return RankGroup(self._past.parts[key], source_rank=source_rank, timeout=self._timeout)
+
+    def promise(self) -> Promise:
+        number, self._past.promises = self._past.promises, self._past.promises + 1
+        store = wiring.call_store(self._group, self._seat.global_ranks, number, timeout=self._timeout, kind="promise")
+        raw = self.send_bytes("promise", self._identity.to_bytes() if self.is_source else None)
+        promiser = Identity.from_bytes(raw)
+        can_look = promiser.kernel == self._identity.kernel  # at its process, whether it lives
+        return Promise(
+            wiring.own_line(store),
+            promiser=promiser if can_look else None,
+            is_ours=self.is_source,
+            readers=self.size - 1,
+            timeout=self._timeout,
+        )
 
     def stream(
         self,

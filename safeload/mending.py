@@ -122,10 +122,10 @@ def mend(protection: Protection) -> dict[str, str]:
     return happened
 
 
-def _overwritten(kept: Kept) -> str | None:
+def _overwritten(protection: Protection, kept: Kept) -> str | None:
     if kept.verified.untyped_storage().nbytes() != kept.nbytes:
         return "emptied: its storage was freed"
-    if fingerprint(kept.verified) != kept.fingerprint:
+    if fingerprint(kept.verified) != protection.fingerprint_of(kept):
         return "overwritten in place"
     kept.version = version_of(kept.tensor)
     return None
@@ -147,9 +147,10 @@ def overwritten(protection: Protection, *, depth: str) -> dict[str, str]:
     suspects = verified if depth == "full" else [kept for kept in verified if _is_suspect(kept)]
     if depth == "glimpse":
         unsuspected = [kept for kept in verified if not _is_suspect(kept)]
+        protection.take_glimpses()
         seen = glimpse([kept.verified for kept in unsuspected])
         suspects += [kept for kept, now in zip(unsuspected, seen, strict=True) if now != kept.glimpse]
-    return {kept.name: how for kept in suspects if (how := _overwritten(kept)) is not None}
+    return {kept.name: how for kept in suspects if (how := _overwritten(protection, kept)) is not None}
 
 
 def _is_suspect(kept: Kept) -> bool:

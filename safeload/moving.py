@@ -64,6 +64,8 @@ def move(protection: Protection, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
         target = targets.setdefault(kind, _probe(fn, kept.verified)) if kind not in targets else targets[kind]
         if target not in (torch.device("meta"), here):
             groups.setdefault((kept.verified.untyped_storage()._cdata, target), []).append(kept)
+    if groups:
+        protection.settle()
     for (_, target), group in groups.items():
         _move_storage(group, target)
     if groups:

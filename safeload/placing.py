@@ -15,7 +15,7 @@ from torch import nn
 from safeload.errors import CheckpointError
 from safeload.planning import LoadPlan, NamedTensor, TensorSpec, named_tensors
 
-__all__ = ["Placement", "allocate", "check_module", "place"]
+__all__ = ["Placement", "allocate", "check_module", "place", "tensors_of"]
 
 _LISTED = 20
 
@@ -100,6 +100,21 @@ def _tensor(spec: TensorSpec, segments: tuple[torch.Tensor, ...], device: torch.
     if spec.offset_bytes % dtype.itemsize:  # a view into foreign memory that torch cannot address: give it its own
         whole = whole.clone()
     return whole.view(dtype).as_strided(spec.shape, spec.strides)
+
+
+def tensors_of(
+    load_plan: LoadPlan, segments: tuple[torch.Tensor, ...], *, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a plan by name, as views of the memory of its segments.
+
+    Args:
+        load_plan: The source's plan.
+        segments: One uint8 tensor `[size_bytes]` per segment, on `device`.
+        device: Where the segments are.
+
+    Ranks: local.
+    """
+    return {spec.name: _tensor(spec, segments, device) for spec in load_plan.tensors}
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 
 from safeload.errors import CheckpointError
 
-__all__ = ["LoadPlan", "NamedTensor", "Segment", "TensorSpec", "named_tensors", "plan", "segment_views"]
+__all__ = ["LoadPlan", "NamedTensor", "Segment", "TensorSpec", "named_tensors", "plan", "reorder", "segment_views"]
 
 Kind = Literal["parameter", "buffer", "attribute"]
 _PLAN_FORMAT: Final = 1
@@ -253,6 +253,25 @@ def plan(module: nn.Module) -> LoadPlan:
             )
         )
     return LoadPlan(tensors=tuple(specs), segments=segments)
+
+
+def reorder(load_plan: LoadPlan, order: Sequence[int]) -> LoadPlan:
+    """Change the order in which the segments are sent.
+
+    Args:
+        load_plan: A plan.
+        order: The number of every segment, in the new order.
+
+    Returns:
+        The same plan with its segments in that order.
+
+    Ranks: source only.
+    """
+    numbers = {old: new for new, old in enumerate(order)} | {-1: -1}
+    return LoadPlan(
+        tensors=tuple(replace(spec, segment=numbers[spec.segment]) for spec in load_plan.tensors),
+        segments=tuple(load_plan.segments[old] for old in order),
+    )
 
 
 def segment_views(module: nn.Module, load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,7 @@ stay what was verified; what cannot be prevented is noticed before it is used, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from safeload.errors import ProtectionError
 from safeload.guarding import Guarded, guard, unguard
-from safeload.keeping import Protection, keep, record_of
+from safeload.keeping import Originals, Protection, keep, record_of
 from safeload.marking import mark, unmark
 from safeload.mending import mend
 
@@ -28,6 +28,8 @@ def protect(
     name: str = "",
     fingerprints: Mapping[str, str] | None = None,
     report: Any = None,
+    originals: Originals | None = None,
+    verdict: Callable[[], None] | None = None,
 ) -> nn.Module:
     """Freeze a module for good and keep the training stack off it.
 
@@ -38,6 +40,10 @@ def protect(
         fingerprints: `safeload.fingerprinting.fingerprint` of its tensors by name, where the loader knows them already.
             The others are computed here, which reads each tensor once at the speed of memory.
         report: Whatever the loader wants to find again at `tower_state(tower).report`.
+        originals: Gives the verified tensors by name where they are also in memory that the module does not use;
+            nothing is read now, then.
+        verdict: Where the tower has not been verified yet: waits for it and raises if it failed. The tower's first use
+            calls it.
 
     Returns:
         The same object. Its class is now a subclass of the class it had, with the same name.
@@ -50,7 +56,8 @@ def protect(
         raise ProtectionError(f"tower {name!r} is protected already.", stage="protect", tower=name)
     module.requires_grad_(False)
     module.eval()
-    protection = keep(module, name=name, origin=origin, fingerprints=fingerprints)
+    protection = keep(module, name=name, origin=origin, fingerprints=fingerprints, originals=originals)
+    protection.verdict = verdict
     protection.report = report
     guard(module, protection)
     mark(module)
@@ -100,6 +107,7 @@ def unfreeze(tower: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module
     Raises:
         ProtectionError: The module is not a protected tower.
     """
+    tower_state(tower).settle()
     mend(tower_state(tower))
     protection = unguard(tower)
     unmark(tower)

@@ -19,14 +19,16 @@ from types import TracebackType
 from typing import Any, Final
 
 from safeload.errors import SourceError
+from safeload.holding import write_at
 from safeload.indexes import fold_name
 
-__all__ = ["OpenedFile", "copy_hashed", "open_regular", "read_at"]
+__all__ = ["OnChunk", "OpenedFile", "Sink", "copy_hashed", "open_regular", "read_at", "read_start", "writes_to"]
 
-_CHUNK_BYTES: Final = 1 << 20  # stays in the processor's cache between the read, the hash and the write
-_BUFFERS: Final = 4
+_CHUNK_BYTES: Final = 4 << 20  # few enough turns at the interpreter lock, which a build beside it holds for long
+_BUFFERS: Final = 3
 
 OnChunk = Callable[[memoryview], None]
+Sink = Callable[[int, memoryview], None]  # where a chunk begins in the file, and its bytes, valid during the call only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +66,45 @@ def open_regular(path: Path, *, name: str) -> OpenedFile:
     return OpenedFile(name=name, path=path, fd=fd, size_bytes=info.st_size, link=_link_of(path))
 
 
-def copy_hashed(
-    source: OpenedFile, target_fd: int | None, *, git_sha1: bool = False, on_chunk: Sequence[OnChunk] = ()
-) -> dict[str, str]:
-    """Read a file to its end, once; hash each chunk from the buffer from which it is written to the target.
+def writes_to(fd: int, *, path: Path) -> Sink:
+    """Return a sink that writes every chunk to where it was in the file.
+
+    Args:
+        fd: Memory from `new_memory`.
+        path: The file, for messages.
+    """
+    return lambda offset, chunk: write_at(fd, chunk, offset, path=path)
+
+
+def read_start(source: OpenedFile, size_bytes: int) -> bytearray:
+    """Read the first bytes of a file, and leave the descriptor behind them: `copy_hashed` goes on from there.
 
     Args:
         source: The file, at its beginning.
-        target_fd: Where the bytes go; None hashes only.
+        size_bytes: How many; fewer where the file is shorter.
+
+    Raises:
+        SourceError: The file cannot be read.
+    """
+    start = bytearray(min(size_bytes, source.size_bytes))
+    del start[len(_read_chunk(source, start)) :]
+    return start
+
+
+def copy_hashed(
+    source: OpenedFile,
+    sink: Sink | None,
+    *,
+    start: bytearray | None = None,
+    git_sha1: bool = False,
+    on_chunk: Sequence[OnChunk] = (),
+) -> dict[str, str]:
+    """Read a file to its end, once; hash each chunk from the very buffer that is given to the sink.
+
+    Args:
+        source: The file, at its beginning or behind `start`.
+        sink: Where the bytes go; None hashes only.
+        start: What `read_start` has read of it already.
         git_sha1: Compute git's blob id beside sha256.
         on_chunk: Called with each chunk, which is only valid meanwhile. What they raise ends the copy.
 
@@ -84,16 +117,19 @@ def copy_hashed(
     hashers: dict[str, Any] = {"sha256": hashlib.sha256()}
     if git_sha1:
         hashers["git-sha1"] = hashlib.sha1(b"blob %d\0" % source.size_bytes, usedforsecurity=False)
-    read_bytes = 0
+    at = 0
     with _HashingThread(tuple(hashers.values()), chunk_bytes=min(_CHUNK_BYTES, source.size_bytes + 1)) as hashing:
-        while chunk := _read_chunk(source, hashing.free_buffer()):
-            read_bytes += len(chunk)
-            _check_size(source, read_bytes, at_end=False)
+        chunk = memoryview(start) if start else _read_chunk(source, hashing.free_buffer())
+        while chunk:
+            _check_size(source, at + len(chunk), at_end=False)
             hashing.update(chunk)
-            _write(target_fd, chunk, path=source.path)
+            if sink is not None:
+                sink(at, chunk)
             for call in on_chunk:
                 call(chunk)
-    _check_size(source, read_bytes, at_end=True)
+            at += len(chunk)
+            chunk = _read_chunk(source, hashing.free_buffer())
+    _check_size(source, at, at_end=True)
     return {algorithm: hasher.hexdigest() for algorithm, hasher in hashers.items()}
 
 
@@ -133,19 +169,15 @@ class _HashingThread:
 
 
 def _read_chunk(source: OpenedFile, buffer: bytearray) -> memoryview:
+    """Fill the buffer; what is returned is shorter at the end of the file only."""
+    view, size_bytes = memoryview(buffer), 0
     try:
-        return memoryview(buffer)[: io.FileIO(source.fd, closefd=False).readinto(buffer)]
+        file = io.FileIO(source.fd, closefd=False)
+        while size_bytes < len(view) and (count := file.readinto(view[size_bytes:])):
+            size_bytes += count
     except OSError as error:
         raise _unreadable(source.path, error) from error
-
-
-def _write(fd: int | None, chunk: memoryview, *, path: Path) -> None:
-    written = 0
-    try:
-        while fd is not None and written < len(chunk):
-            written += os.write(fd, chunk[written:])
-    except OSError as error:  # no memory left for it
-        raise SourceError(f"{path}: cannot be copied into memory: {error.strerror}.", path=str(path)) from error
+    return view[:size_bytes]
 
 
 def read_at(fd: int, size_bytes: int, offset: int) -> bytes:

@@ -167,6 +167,8 @@ class LoadReport:
         transport: How the bytes moved: "none" (one rank), "broadcast" or "shared".
         transport_reason: Why that one.
         memory: "sealed", "private" or "mapped": what holds the bytes on the source.
+        verdict: When the bytes were verified: "load", "first_use", or "pending" until then; `digest`, `files` and
+            `provenance` are empty as long as it is pending.
         digest: sha256 over the lines "sha256  name" of all files that were loaded.
         provenance: Where the expected digests came from: "pinned", "hub", "cache", "local", "none"; "off" if unasked.
         provenance_detail: The file or address of the expected digests.
@@ -187,6 +189,7 @@ class LoadReport:
     transport: str
     transport_reason: str
     memory: str
+    verdict: str
     digest: str
     provenance: str
     provenance_detail: str

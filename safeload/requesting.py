@@ -16,9 +16,10 @@ from safeload.families import family
 __all__ = ["Request", "floating_dtype"]
 
 _CHOICES: Final = {
-    "transport": ("auto", "broadcast"),
+    "transport": ("auto", "shared", "broadcast"),
     "memory": ("sealed", "mapped"),
     "verify": ("auto", "strict", "off"),
+    "verdict": ("load", "first_use"),
 }
 
 # Arguments of from_pretrained that would split, quantise or replace what is loaded; and what to say instead.
@@ -53,6 +54,8 @@ class Request:
     transport: str
     memory: Literal["sealed", "mapped"]
     verify: Literal["auto", "strict", "off"]
+    verdict: Literal["load", "first_use"]
+    chunk_digests: bool | None
     manifest: Any
     manifest_sha256: str | None
     allow_pickle: bool
@@ -98,8 +101,17 @@ class Request:
             "kwargs": ", ".join(f"{name}={_stable(value)}" for name, value in sorted(self.model_kwargs.items())),
         }
         stated |= {name: str(self.where[name]) for name in ("revision", "subfolder", "variant")}
-        names = ("transport", "memory", "verify", "manifest_sha256", "allow_pickle", "ignore_unexpected", "cast_inputs")
-        return stated | {name: str(getattr(self, name)) for name in names}
+        names = (
+            "transport",
+            "memory",
+            "verify",
+            "verdict",
+            "manifest_sha256",
+            "allow_pickle",
+            "ignore_unexpected",
+            "cast_inputs",
+        )
+        return stated | {name: str(getattr(self, name)) for name in (*names, "ignore_unexpected")}
 
 
 def _name(thing: Any) -> str:

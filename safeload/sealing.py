@@ -28,10 +28,22 @@ from safeload.errors import CheckpointError, IntegrityError, SourceError
 from safeload.headers import Header, HeaderWatch
 from safeload.holding import Memory, freeze, has_sealed_memory, new_memory, require_memory, show
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
-from safeload.reading import OpenedFile, copy_hashed, open_regular, read_at
+from safeload.reading import OpenedFile, copy_hashed, open_regular, read_at, writes_to
 from safeload.resolving import Checkpoint, require_known_weights
 
-__all__ = ["OnBytes", "SealedCheckpoint", "SealedFile", "open_folder", "seal"]
+__all__ = [
+    "OnBytes",
+    "OpenedCheckpoint",
+    "Progress",
+    "SealedCheckpoint",
+    "SealedFile",
+    "SourceFolder",
+    "header_watches",
+    "open_checkpoint",
+    "open_folder",
+    "path_of",
+    "seal",
+]
 
 OnBytes = Callable[[int, int], None]
 
@@ -140,6 +152,67 @@ class SealedCheckpoint:
         self.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedCheckpoint:
+    """All files of a load, opened: the small ones read and sealed, the weights not read yet.
+
+    `source` owns the descriptors. `copies` says whether the weights are to be copied into sealed memory.
+    """
+
+    source: SourceFolder
+    small: tuple[SealedFile, ...]
+    index: WeightIndex | None
+    shards: tuple[OpenedFile, ...]
+    copies: bool
+
+    def with_weights(self, weights: Sequence[SealedFile]) -> SealedCheckpoint:
+        """Return the checkpoint with its weight files; the caller owns it from here on."""
+        return SealedCheckpoint(
+            checkpoint=self.source.checkpoint,
+            files=(*self.small, *weights),
+            index=self.index,
+            owner=self.source.owner.pop_all(),
+        )
+
+
+@contextmanager
+def open_checkpoint(
+    checkpoint: Checkpoint, manifest: Manifest, *, memory: Literal["sealed", "mapped"] = "sealed"
+) -> Iterator[OpenedCheckpoint]:
+    """Open every file that the load needs, once; read and seal all but the weights.
+
+    Args:
+        checkpoint: What is needed, by name.
+        manifest: Sizes it gives are compared before anything is read; its algorithms are computed beside sha256.
+        memory: "mapped" copies nothing and keeps the opened files themselves, for storage that nobody writes to.
+
+    Yields:
+        The opened files; those not passed on by `with_weights` are closed at the end.
+
+    Raises:
+        SourceError: A file is missing, not a regular file, unreadable, or changed its size while it was read.
+        IntegrityError: A size is not the one in the manifest.
+        CheckpointError: The index or the config is malformed.
+
+    Ranks:
+        Source rank only.
+    """
+    with ExitStack() as owner, ExitStack() as opened:
+        source = SourceFolder(
+            checkpoint=checkpoint, manifest=manifest, owner=owner, opened=owner if memory == "mapped" else opened
+        )
+        copies = memory == "sealed"
+        small = source.read_all(source.open_all((*checkpoint.small, *filter(None, [checkpoint.index]))), copies=copies)
+        first = SealedCheckpoint(checkpoint=checkpoint, files=small, index=None, owner=owner)
+        compare(manifest, first.digests)  # before they are interpreted
+        if "config.json" in first.names:
+            require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
+        index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
+        require_covered(manifest, index.shards if index else ())
+        shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
+        yield OpenedCheckpoint(source=source, small=small, index=index, shards=tuple(shards), copies=copies)
+
+
 def seal(
     checkpoint: Checkpoint,
     manifest: Manifest,
@@ -167,23 +240,10 @@ def seal(
     Ranks:
         Source rank only.
     """
-    with ExitStack() as owner, ExitStack() as opened:
-        source = _Source(
-            checkpoint=checkpoint, manifest=manifest, owner=owner, opened=owner if memory == "mapped" else opened
-        )
-        copies = memory == "sealed"
-        small = source.read_all(source.open_all((*checkpoint.small, *filter(None, [checkpoint.index]))), copies=copies)
-        first = SealedCheckpoint(checkpoint=checkpoint, files=small, index=None, owner=owner)
-        compare(manifest, first.digests)  # before they are interpreted
-        if "config.json" in first.names:
-            require_known_weights(parse_json(first.read("config.json"), path="config.json"), checkpoint)
-        index = parse_index(first.read(checkpoint.index), path=checkpoint.index) if checkpoint.index else None
-        require_covered(manifest, index.shards if index else ())
-        shards = source.open_all(index.shards if index else (str(checkpoint.weights),))
-        if copies:
-            require_memory(sum(file.size_bytes for file in shards), what=str(checkpoint.folder))
-        weights = source.read_all(shards, copies=copies, on_bytes=on_bytes)
-        return SealedCheckpoint(checkpoint=checkpoint, files=(*small, *weights), index=index, owner=owner.pop_all())
+    with open_checkpoint(checkpoint, manifest, memory=memory) as opened:
+        if opened.copies:
+            require_memory(sum(file.size_bytes for file in opened.shards), what=str(checkpoint.folder))
+        return opened.with_weights(opened.source.read_all(opened.shards, copies=opened.copies, on_bytes=on_bytes))
 
 
 @contextmanager
@@ -214,8 +274,8 @@ def _names_for_loader(checkpoint: Checkpoint, name: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """The source folder; `opened` owns the files opened there, `owner` the memory they were copied to."""
+class SourceFolder:
+    """The source folder; `owner` owns the files opened there and the memory they were copied to."""
 
     checkpoint: Checkpoint
     manifest: Manifest
@@ -261,7 +321,7 @@ class _Source:
         self, files: Sequence[OpenedFile], *, copies: bool, on_bytes: OnBytes | None = None
     ) -> tuple[SealedFile, ...]:
         """Read opened files, several at a time; the first failure in their order ends them all."""
-        progress = _Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
+        progress = Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
         targets = [new_memory(file.name, self.owner) if copies else None for file in files]
         with ThreadPoolExecutor(max(1, min(_THREADS, len(files)))) as pool:
             futures = [pool.submit(self._read, *pair, progress) for pair in zip(files, targets, strict=True)]
@@ -271,28 +331,37 @@ class _Source:
                 progress.stopped.set()
                 raise
 
-    def _read(self, file: OpenedFile, target: Memory | None, progress: _Progress) -> SealedFile:
-        expected = self.manifest.entries.get(file.name)
-        wants_git = expected is not None and expected.algorithm == "git-sha1"
-        watch = HeaderWatch(path=str(file.path), size_bytes=file.size_bytes)
-        watches = [watch.add] if file.name.endswith(".safetensors") else []
-        digests = copy_hashed(
-            file, target.fd if target else None, git_sha1=wants_git, on_chunk=[*watches, progress.add]
-        )
+    def wants_git_sha1(self, name: str) -> bool:
+        """Whether the manifest holds this file to git's blob id."""
+        expected = self.manifest.entries.get(name)
+        return expected is not None and expected.algorithm == "git-sha1"
+
+    def _read(self, file: OpenedFile, target: Memory | None, progress: Progress) -> SealedFile:
+        sink = None if target is None else writes_to(target.fd, path=file.path)
+        watches = header_watches(file)
+        chunks = [*(watch.add for watch in watches), progress.add]
+        digests = copy_hashed(file, sink, git_sha1=self.wants_git_sha1(file.name), on_chunk=chunks)
         if target is not None:
             freeze(target)
         return SealedFile(
             name=file.name,
             fd=target.fd if target else file.fd,
-            path=target.path if target else _path_of(file),
+            path=target.path if target else path_of(file),
             size_bytes=file.size_bytes,
             digests=MappingProxyType(digests),
             link=file.link,
-            header=watch.result() if watches else None,
+            header=watches[0].result() if watches else None,
         )
 
 
-class _Progress:
+def header_watches(file: OpenedFile) -> list[HeaderWatch]:
+    """Return what has to see each chunk of a safetensors file; none for other files."""
+    if not file.name.endswith(".safetensors"):
+        return []
+    return [HeaderWatch(path=str(file.path), size_bytes=file.size_bytes)]
+
+
+class Progress:
     """Adds up what all threads have read; raises in every thread once one has failed."""
 
     def __init__(self, *, total_bytes: int, on_bytes: OnBytes | None) -> None:
@@ -301,6 +370,7 @@ class _Progress:
         self._done_bytes, self._total_bytes, self._on_bytes = 0, total_bytes, on_bytes
 
     def add(self, chunk: memoryview) -> None:
+        """Count a chunk."""
         if self.stopped.is_set():
             raise CancelledError
         if self._on_bytes is not None:
@@ -309,6 +379,6 @@ class _Progress:
                 self._on_bytes(self._done_bytes, self._total_bytes)
 
 
-def _path_of(file: OpenedFile) -> Path | None:
+def path_of(file: OpenedFile) -> Path | None:
     """The way to a file that is mapped itself, where its descriptor is no name."""
     return None if has_sealed_memory() else file.path.absolute()

@@ -25,7 +25,7 @@ _SLICE_S: Final = 0.5
 _SHARE_S: Final = 0.00005  # of a second between two questions, for each rank that may be asking
 _LAG: Final = 0.05  # an answer is noticed late by at most this part of the wait...
 _LONGEST_S: Final = 0.02  # ...and by at most this
-_ANSWER_S: Final = 8.0  # a slice and a tick over thousands of ranks stay well below
+_ANSWER_S: Final = 7.0  # a slice and a tick over thousands of ranks stay well below
 
 
 class StoreLost(Exception):
@@ -45,6 +45,7 @@ class ControlLine:
         self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._broken: Exception | None = None
         self._stuck = False
+        self._moved = time.monotonic()  # when the thread last was between two operations
         self._thread = threading.Thread(target=self._serve, name="safeload-control", daemon=True)
         self._thread.start()
 
@@ -64,9 +65,23 @@ class ControlLine:
         try:
             return future.result(timeout=_ANSWER_S)
         except FutureTimeoutError as error:
-            self._stuck = True
-            self._broken = StoreLost(f"no answer within {_ANSWER_S:.0f} s")
-            raise self._broken from error
+            raise self._give_up() from error
+
+    def check(self) -> None:
+        """Raise if the store is known to be lost; costs nothing. For a caller that asks nothing for long.
+
+        Raises:
+            StoreLost: The thread is stuck in an operation, or its last one failed.
+        """
+        if self._broken is not None:
+            raise StoreLost(str(self._broken)) from self._broken
+        if time.monotonic() - self._moved > _ANSWER_S:
+            raise self._give_up()
+
+    def _give_up(self) -> StoreLost:
+        self._stuck = True
+        self._broken = StoreLost(f"no answer within {_ANSWER_S:.0f} s")
+        return self._broken
 
     def close(self) -> None:
         """End the thread; one that is stuck in a dead store is left behind as a daemon."""
@@ -77,7 +92,7 @@ class ControlLine:
     def _serve(self) -> None:
         due = time.monotonic()
         while True:
-            now = time.monotonic()
+            self._moved = now = time.monotonic()
             if now >= due:
                 due = now + _TICK_S
                 self._guard_tick()
@@ -87,6 +102,7 @@ class ControlLine:
                 continue
             if asked is None:
                 return
+            self._moved = time.monotonic()
             _answer(self._store, *asked)
 
     def _guard_tick(self) -> None:

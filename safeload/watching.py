@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 import os
-import platform
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -78,13 +78,13 @@ def identify(global_rank: int) -> Identity:
     """
     pid = os.getpid()
     started, _ = _stat(pid) or (None, "")
-    return Identity(global_rank=global_rank, pid=pid, started=started, kernel=_kernel(), host=platform.node())
+    return Identity(global_rank=global_rank, pid=pid, started=started, kernel=_kernel(), host=socket.gethostname())
 
 
 @functools.cache
 def _kernel() -> str:
     """Name the kernel and the namespaces: two containers on one machine see neither each other's pids nor sockets."""
-    parts = [platform.node(), _read("/proc/sys/kernel/random/boot_id")]
+    parts = [socket.gethostname(), _read("/proc/sys/kernel/random/boot_id")]
     for kind in ("pid", "net"):
         try:
             parts.append(os.readlink(f"/proc/self/ns/{kind}"))
@@ -191,10 +191,11 @@ class Watch:
     def find_ended(self) -> dict[int, str]:
         """Look for members of this kernel that have ended, without the store; a dying process is given a second."""
         until = time.monotonic() + BEAT_S
-        here = {rank: who for rank, who in (self._remembered | self.known).items() if self._is_here(who)}
+        others = self._remembered | self.known
+        here = {rank: who for rank, who in others.items() if rank != self._rank and self._is_here(who)}
         while True:
             ended = {rank: _lost_text(who) for rank, who in here.items() if process_state(who) == "ended"}
-            if ended or time.monotonic() >= until:
+            if ended or not here or time.monotonic() >= until:
                 return dict(self.lost) | ended
             time.sleep(0.05)
 

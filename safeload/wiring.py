@@ -19,7 +19,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Store", "call_store", "control_store", "device_types", "own_store", "private_store"]
+__all__ = ["Store", "call_store", "control_store", "device_types", "own_line", "own_store", "private_store"]
 
 
 class Store(Protocol):
@@ -39,7 +39,9 @@ _ADDRESS_BYTES: Final = 256
 _own_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def call_store(group: ProcessGroup, global_ranks: tuple[int, ...], number: int, *, timeout: timedelta) -> Store:
+def call_store(
+    group: ProcessGroup, global_ranks: tuple[int, ...], number: int, *, timeout: timedelta, kind: str = ""
+) -> Store:
     """Return the members' store under a prefix that belongs to one call of one group alone.
 
     Args:
@@ -47,12 +49,25 @@ def call_store(group: ProcessGroup, global_ranks: tuple[int, ...], number: int, 
         global_ranks: Its members.
         number: How many calls this group has made before.
         timeout: For making a store where the group's own can not be had.
+        kind: Of what the number counts, where that is not calls.
 
     Ranks: called on every rank of `group`, in the same order.
     """
     members = hashlib.sha256(repr(global_ranks).encode()).hexdigest()[:12]
     prefixed: Any = vars(dist)["PrefixStore"]
-    return cast(Store, prefixed(f"safeload/{members}/{number}", control_store(group, timeout=timeout)))
+    return cast(Store, prefixed(f"safeload/{members}/{kind}{number}", control_store(group, timeout=timeout)))
+
+
+def own_line(store: Store) -> Store:
+    """Return a store of the same content with a connection of its own, where the store can do that.
+
+    A store's client serves one question at a time: a thread that waits in it would keep another from answering.
+    """
+    clone = getattr(store, "clone", None)
+    try:
+        return cast(Store, clone()) if clone is not None else store
+    except (RuntimeError, NotImplementedError):
+        return store
 
 
 def control_store(group: ProcessGroup, *, timeout: timedelta) -> Store:

@@ -116,6 +116,7 @@ class _Job:
     backend: str
     group_timeout_s: float
     foreign_warnings: str
+    before: bytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,6 +165,7 @@ def run_on_ranks(
     backend: str = "gloo",
     group_timeout_s: float = 60,
     foreign_warnings: str = "ignore",
+    before: Callable[[int], None] | None = None,
 ) -> list[RankResult]:
     """Run `body(*args)` in `size` processes of one process group and tell how each one ended.
 
@@ -177,12 +179,13 @@ def run_on_ranks(
         backend: Backend of the group.
         group_timeout_s: The process group's own timeout.
         foreign_warnings: What to do with warnings that point at other libraries' own lines.
+        before: Called with the rank in its process before the process group is made; picklable.
 
     Returns:
         One result a rank, in rank order. Check `result.ok`; nothing is raised for a rank that failed.
     """
     options: dict[str, Any] = {"env": env, "store": store, "backend": backend, "group_timeout_s": group_timeout_s}
-    options["foreign_warnings"] = foreign_warnings
+    options |= {"foreign_warnings": foreign_warnings, "before": before}
     return _run(size, body, args, {}, timeout_s=timeout_s, stop_siblings=False, **options)
 
 
@@ -199,6 +202,7 @@ def _run(
     backend: str = "gloo",
     group_timeout_s: float = 60,
     foreign_warnings: str = "ignore",
+    before: Callable[[int], None] | None = None,
 ) -> list[RankResult]:
     folder = tempfile.mkdtemp(prefix="safeload-ranks-")
     common = _Job(
@@ -213,6 +217,7 @@ def _run(
         backend=backend,
         group_timeout_s=group_timeout_s,
         foreign_warnings=foreign_warnings,
+        before=pickle.dumps(before),
     )
     running: list[_Running] = []
     try:
@@ -357,7 +362,10 @@ def _rank_main(job: _Job, pipe: multiprocessing.connection.Connection) -> None:
     _isolate(job)
     body = _find(job.module, job.qualname)
     args, kwargs = pickle.loads(job.args)
+    before = pickle.loads(job.before)
     try:
+        if before is not None:
+            before(job.rank)
         with _warnings_are_errors(job), _process_group(job):
             value = body(*args, **kwargs)
         result = RankResult(rank=job.rank, returned=True, value=value, seconds=time.monotonic() - began)
@@ -430,9 +438,9 @@ def _open_store(job: _Job) -> Any:
     timeout = timedelta(seconds=job.group_timeout_s)
     if job.store == "file":
         return dist.FileStore(str(Path(job.folder, "store")), job.size)
-    address = Path(job.folder, "port")
+    host, address = job.env["MASTER_ADDR"], Path(job.folder, "port")
     if job.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, job.size, True, timeout, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, job.size, True, timeout, wait_for_workers=False)
         draft = address.with_suffix(".new")
         draft.write_text(str(store.port))
         draft.rename(address)  # readers see nothing or all of it
@@ -442,7 +450,7 @@ def _open_store(job: _Job) -> Any:
             if time.monotonic() > deadline:
                 raise TimeoutError("rank 0 did not open its store")
             time.sleep(0.005)
-        store = dist.TCPStore("127.0.0.1", int(address.read_text()), job.size, False, timeout)
+        store = dist.TCPStore(host, int(address.read_text()), job.size, False, timeout)
     os.environ["MASTER_PORT"] = str(store.port)
     return store
 

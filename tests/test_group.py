@@ -174,6 +174,7 @@ def test_the_private_store_is_where_this_version_of_torch_has_it():
     assert wiring.private_store(dist.group.WORLD) is not None
 
 
+@pytest.mark.slow  # the whole pipeline has a test of its own
 @on_ranks(2, group_timeout_s=5, timeout_s=40)
 def test_a_source_slower_than_the_process_groups_own_timeout():
     with join_group(timeout=timedelta(seconds=30)) as g:
@@ -191,7 +192,7 @@ def test_a_tower_made_of_towers():
 @on_ranks(2)
 def test_a_load_inside_of_work_that_only_the_source_does_is_refused_at_once():
     with pytest.raises(GroupError, match="only the source does"), join_group(timeout=SHORT) as g:
-        g.on_source("build", lambda: work_through())
+        g.on_source("build", work_through)
     check_worked(work_through(), size=2)
 
 

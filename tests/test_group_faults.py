@@ -5,6 +5,7 @@ it raised and how long after the fault.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -133,9 +134,15 @@ def test_an_exception_in_any_stage_on_any_rank(stage, rank, kind, tmp_path):
         assert at_the_end == before
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("stage", STAGES)
+ALWAYS = [("arguments", 1, "file"), ("seal", 0, "file"), ("broadcast", 0, "tcp"), ("broadcast", 1, "tcp")]
+
+
+def _killed():
+    for row in itertools.product(STAGES, (0, 1), ("file", "tcp")):
+        yield pytest.param(*row, marks=[] if row in ALWAYS else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("stage", "rank", "store"), _killed())
 def test_a_killed_rank_in_any_stage(stage, rank, store, tmp_path):
     source_rank = rank if stage == "seal" else 0
     results = run_on_ranks(3, suffer, tmp_path, (stage, rank, "kill"), source_rank, store=store)
@@ -171,7 +178,9 @@ def stop_and_continue(folder, stage, rank):
     return seen
 
 
-@pytest.mark.parametrize(("stage", "rank"), [("arguments", 0), ("arguments", 2), ("broadcast", 1)])
+@pytest.mark.parametrize(
+    ("stage", "rank"), [pytest.param("arguments", 0, marks=pytest.mark.slow), ("arguments", 2), ("broadcast", 1)]
+)
 def test_a_stopped_rank_ends_at_the_timeout_and_loads_again_when_it_continues(stage, rank, tmp_path):
     results = run_on_ranks(3, stop_and_continue, tmp_path, stage, rank, timeout_s=40)
     for result in results:
@@ -192,6 +201,7 @@ def test_a_stopped_rank_that_serves_the_store_ends_the_call_for_the_others(tmp_p
             assert result.value["seconds"] < PROMPT_S
 
 
+@pytest.mark.slow  # as in the next two: the whole pipeline has a short form
 @on_ranks(2)
 def test_a_silent_rank_ends_at_the_timeout_while_it_is_still_at_work(tmp_path):
     seen = suffer(tmp_path, ("arguments", 1, "silence"), timeout_s=4.0)
@@ -203,6 +213,7 @@ def test_a_silent_rank_ends_at_the_timeout_while_it_is_still_at_work(tmp_path):
     walk(lambda stage, rank: None)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout_s=60)
 def test_a_busy_source_is_told_of_the_timeout_and_of_the_others(tmp_path):
     seen = suffer(tmp_path, ("seal", 0, "silence"), timeout_s=4.0)

@@ -86,3 +86,22 @@ def test_remote_code(tmp_path):
     assert torch.equal(total, 2 * tower.inner.weight.sum())
     dist.barrier()
     assert (tmp_path / "log").read_text() == "01", "the source imports first, the other ranks after it"
+
+
+@pytest.mark.filterwarnings("ignore::safeload.UnverifiedWarning")
+@pytest.mark.parametrize("name", ["modeling_odd.py", "scaling_odd.py", "config.json"])
+def test_code_that_is_not_what_was_locked_never_runs(tmp_path, monkeypatch, name):
+    from safeload import IntegrityError, safe_from_pretrained, write_lock
+    from transformers import AutoModel
+
+    monkeypatch.setenv("ODD_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "log").touch()
+    write(tmp_path / "odd")
+    write_lock(tmp_path / "odd", trust_remote_code=True)
+    file = tmp_path / "odd" / name
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(IntegrityError, match=name):
+        safe_from_pretrained(AutoModel, tmp_path / "odd", trust_remote_code=True)
+    assert (tmp_path / "log").read_text() == ""

@@ -353,6 +353,7 @@ def test_the_callback_mends_and_the_trainer_trains(trainer_of):
 
     model = _WithLoss()
     trainer = trainer_of(model, [PrecisionCallback()])
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}  # before any optimizer is built
     trainer.train()
     losses = _losses(trainer)
     assert losses[-1] < 0.8 * losses[0]

@@ -277,6 +277,14 @@ def test_fsdp1_shards_are_cast_before_and_after_the_first_forward():
 
 
 @on_ranks(2)
+def test_wraps_of_fsdp1_that_are_there_are_of_one_dtype_each_whatever_was_planned():
+    model = nn.Sequential(nn.Linear(7, 5).half().requires_grad_(False), nn.Linear(5, 3))
+    with pytest.raises(PrecisionError, match="mixed-dtypes-in-fsdp1-wrap"):
+        check_precision(model, fsdp_wrap=[])
+    assert check_precision(_fsdp1(model, use_orig_params=True), fsdp_wrap=[]).findings == ()
+
+
+@on_ranks(2)
 def test_fsdp1_with_frozen_weights_in_the_same_flat_tensor_says_why_not():
     inner = _halves()
     inner[0].bias.requires_grad_(False)

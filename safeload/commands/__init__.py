@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 else:
     Subparsers = argparse._SubParsersAction
 
-COMMANDS: Final = (
-    "demo",
-    "verify",
-    "lock",
-    "inspect",
-    "doctor",
-)  # modules of this package, in the order of the help text
+# Modules of this package, in the order of the help text.
+COMMANDS: Final = ("demo", "verify", "lock", "inspect", "doctor", "run", "bench")
 
 
 class UsageError(Exception):

@@ -1,0 +1,340 @@
+"""Let a tower's library load a checkpoint whose bytes are still being read, and find out where they are to go.
+
+A library that takes weights as they are only hangs views of the mapped file into the module: it reads the header and no
+weight. So it may run at the beginning, on memory that holds nothing but headers, while the weights are still being read
+and hashed. A cast, its one common wish to see weights, is answered with memory that is filled later.
+
+That it did not look at weights is not left to trust. Its work is thrown away, and done again when all bytes are there,
+unless
+- every parameter and every persistent buffer is a view of a weight file, or such a cast of one;
+- no torch operation read or wrote memory of a weight file, or of a cast (`_Watching`);
+- the kernel knows of no page of either that this process has seen, but the first of each tensor: the safetensors
+  library touches those.
+
+Receives what builds the module, and a `Filling`. Gives the module, its plan, and the place of every segment: a weight
+file or the arena, which holds what is in no file as it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from safeload.examining import Contents
+from safeload.filling import Cast, Filling, Wanted
+from safeload.headers import Header
+from safeload.mapping import Arena, Mapped, mapped_now, view
+from safeload.planning import LoadPlan, plan, reorder, segment_views
+from safeload.sealing import SealedCheckpoint
+
+__all__ = ["Built", "Place", "build_on", "build_while_reading"]
+
+_SPARE_BYTES: Final = 64 * 1024**2  # for what classes compute themselves: position tables, buffers
+_ONE_THREAD: Final = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers 5 casts in threads, where `_Watching` does not reach
+_SEARCHES: Final = 32  # a search of this process's mappings costs milliseconds
+_LENGTH_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a segment of the plan is: `block` is a weight file by number, the arena coming last; `offset` in it."""
+
+    block: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A tower on the source rank.
+
+    Attributes:
+        module: Its tensors may be views of memory that is being filled.
+        load_plan: Its plan.
+        places: Where every segment is; None where they are in memory of the module's own, which cannot be shared.
+        comes_from: For each segment the weight file, and the begin and end in it, that it is filled from; None for
+            one that is there already.
+        arena: What is in no file as it is needed.
+    """
+
+    module: nn.Module
+    load_plan: LoadPlan
+    places: tuple[Place, ...] | None
+    comes_from: tuple[tuple[int, int, int] | None, ...]
+    arena: Arena | None
+
+    def freeze(self) -> None:
+        """Seal the arena, when all is there."""
+        if self.arena is not None:
+            self.arena.freeze()
+
+
+class _LookedError(Exception):
+    """The library cannot do without the weights."""
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers a cast of file memory with arena memory to be filled, and stops any other use of file memory."""
+
+    def __init__(self, fds: Sequence[int], arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fds, self._arena = (*fds, arena.fd), arena
+        self._mapped = Mapped(spans=())
+        self._elsewhere: set[int] = set()
+        self._searches = 0
+        self.looked = False
+        self.cast: list[torch.Tensor] = []  # keeps their mapping, so that the kernel can be asked about it
+        self.casts: list[list[Cast]] = [[] for _ in fds]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if _is_view(func) or _is_safetensors_probe(func, args):
+            return func(*args, **given)
+        if func is torch.ops.aten._to_copy.default and _is_plain_cast(args[0], given):
+            later = self._defer(args[0], given["dtype"])
+            if later is not None:
+                return later
+        for tensor in _cpu_tensors((args, given)):
+            if self._locate(tensor) is not None:
+                self.looked = True
+                raise _LookedError(f"{func} on weights")
+        return func(*args, **given)
+
+    def _locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return (file, offset) of a tensor; the arena is the last file."""
+        address, size_bytes = tensor.data_ptr(), tensor.element_size()
+        found = self._mapped.locate(address, size_bytes)
+        storage = tensor.untyped_storage()._cdata
+        if found is None and storage not in self._elsewhere:
+            self._searches += 1
+            if self._searches > _SEARCHES:
+                self.looked = True
+                raise _LookedError("too many tensors to search for")
+            self._mapped = mapped_now(self._fds)
+            found = self._mapped.locate(address, size_bytes)
+            if found is None:
+                self._elsewhere.add(storage)
+        return found
+
+    def _defer(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        found = self._locate(tensor)
+        if found is None or found[0] == len(self.casts) or found[1] % tensor.element_size():
+            return None
+        target = self._arena.reserve(tensor.numel() * dtype.itemsize)
+        if target is None:
+            return None
+        number, begin = found
+        end = begin + tensor.numel() * tensor.element_size()
+        self.cast.append(tensor)
+        self.casts[number].append(
+            Cast(begin=begin, end=end, source_dtype=tensor.dtype, target=target, target_dtype=dtype)
+        )
+        flat = view(self._arena.mapping, target, tensor.numel() * dtype.itemsize)
+        return flat.view(dtype).view(tensor.shape)
+
+    def refuse_looked(self, filling: Filling, contents: Contents) -> None:
+        """Raise if anything has looked at memory that was not filled, as far as this can tell and the kernel."""
+        known = mapped_now(self._fds)
+        looked = self.looked or known.looked_at(len(self.casts))
+        for number, header in enumerate(contents.headers if filling.copies else ()):
+            looked |= known.looked_at(number, filled_bytes=filling.header_bytes[number], probed=_beginnings(header))
+        if looked:
+            raise _LookedError("weights were looked at")
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation gives another view of its argument, or a copy of its reference, and reads no value."""
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def _is_safetensors_probe(func: Any, args: Any) -> bool:
+    """Whether this looks at one byte: `torch.asarray`, by which safetensors wraps memory, does so to guess a dtype."""
+    return func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.uint8
+
+
+def _cpu_tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu" and value.numel():
+                yield value
+        elif isinstance(value, tuple | list | dict):
+            yield from _cpu_tensors(value)
+
+
+def _is_plain_cast(tensor: torch.Tensor, given: dict[str, Any]) -> bool:
+    """Whether a copy changes the dtype of dense memory on the cpu, and nothing else."""
+    there, dtype = given.get("device"), given.get("dtype")
+    return (
+        dtype not in (None, tensor.dtype)
+        and tensor.device.type == "cpu"
+        and (there is None or torch.device(there).type == "cpu")
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and not given.get("pin_memory")
+        and tensor.dtype.is_floating_point
+        and dtype.is_floating_point
+    )
+
+
+@contextlib.contextmanager
+def _watching(mode: _Watching | None) -> Iterator[None]:
+    if mode is None:
+        yield
+        return
+    before = os.environ.get(_ONE_THREAD)
+    os.environ[_ONE_THREAD] = "1"
+    try:
+        with mode:
+            yield
+    finally:
+        if before is None:
+            del os.environ[_ONE_THREAD]
+        else:
+            os.environ[_ONE_THREAD] = before
+
+
+def build_while_reading(
+    build: Callable[[SealedCheckpoint], nn.Module], filling: Filling, contents: Contents, *, casts: bool
+) -> Built | None:
+    """Build the tower while its weights are being read, if its library can do without them until then.
+
+    Args:
+        build: Builds the module from the checkpoint, as far as it is there.
+        filling: The reading; it is told what is wanted.
+        contents: What the headers say.
+        casts: Whether a dtype was asked for.
+
+    Returns:
+        The tower, whose weights are there when the filling has finished; None where the library looked at weights or
+        failed, so that it has to be run again when all of them are there. Nothing is left of this try then.
+
+    Ranks: source only.
+    """
+    fds = filling.memory_fds
+    arena = Arena(2 * sum(file.size_bytes for file in filling.seen.weight_files) + _SPARE_BYTES)
+    mode = _Watching(fds, arena) if casts or filling.copies else None  # a mapped file may be looked at
+    try:
+        with _watching(mode):
+            module = build(filling.seen)
+        jobs = mode.casts if mode else [[] for _ in fds]
+        load_plan, places = _survey(module, fds, arena)
+        comes_from = _comes_from(places, load_plan, jobs)
+        if mode is not None:
+            _refuse_dependent(load_plan, comes_from)
+            mode.refuse_looked(filling, contents)
+    except Exception:  # told again by the second run, if it is not that the weights were missing
+        arena.close()
+        return None
+    filling.want(_wanted(places, load_plan, jobs, filling), arena.fd)
+    order = sorted(range(len(places)), key=lambda number: comes_from[number] or (-1, number, 0))
+    return Built(
+        module=module,
+        load_plan=reorder(load_plan, order),  # sent as they are read
+        places=tuple(places[number] for number in order),
+        comes_from=tuple(comes_from[number] for number in order),
+        arena=arena,
+    )
+
+
+def _refuse_dependent(load_plan: LoadPlan, comes_from: Sequence[Any]) -> None:
+    """Refuse a module that holds weights in memory of its own: what it took was not there yet."""
+    for spec in load_plan.tensors:
+        if spec.persistent and spec.segment >= 0 and comes_from[spec.segment] is None:
+            raise _LookedError(f"{spec.name} is a copy")
+
+
+def _beginnings(header: Header) -> tuple[int, ...]:
+    return tuple(_LENGTH_BYTES + header.header_bytes + tensor.begin for tensor in header.tensors if tensor.size_bytes)
+
+
+def build_on(build: Callable[[SealedCheckpoint], nn.Module], sealed: SealedCheckpoint, *, shares: bool) -> Built:
+    """Build the tower when all its weights are there.
+
+    Args:
+        build: Builds the module from the checkpoint.
+        sealed: The checkpoint.
+        shares: Whether the tensors are to be found in memory that can be shared; what is in no file as it is needed is
+            copied into the arena then.
+
+    Returns:
+        The tower.
+
+    Ranks: source only.
+    """
+    module = build(sealed)
+    if not shares:
+        load_plan = plan(module)
+        nothing = (None,) * len(load_plan.segments)
+        return Built(module=module, load_plan=load_plan, places=None, comes_from=nothing, arena=None)
+    arena = Arena(_SPARE_BYTES)
+    try:
+        load_plan, places = _survey(module, [file.fd for file in sealed.weight_files], arena)
+    except BaseException:
+        arena.close()
+        raise
+    nothing = (None,) * len(places)
+    return Built(module=module, load_plan=load_plan, places=places, comes_from=nothing, arena=arena)
+
+
+def _survey(module: nn.Module, fds: Sequence[int], arena: Arena) -> tuple[LoadPlan, tuple[Place, ...]]:
+    """Plan the module and find the place of each segment; what is in none of the files is copied into the arena."""
+    load_plan = plan(module)
+    known = mapped_now([*fds, arena.fd])
+    alignments = _alignments(load_plan)
+    places = []
+    for number, segment in enumerate(segment_views(module, load_plan)):
+        found = known.locate(segment.data_ptr(), segment.numel())
+        if found is None or found[1] % alignments[number]:
+            found = len(fds), arena.put(segment.numpy().data)
+        places.append(Place(block=found[0], offset_bytes=found[1]))
+    arena.cut()
+    return load_plan, tuple(places)
+
+
+def _comes_from(places: Sequence[Place], load_plan: LoadPlan, casts: Sequence[Sequence[Cast]]) -> Any:
+    by_target = {cast.target: (number, cast.begin, cast.end) for number, of in enumerate(casts) for cast in of}
+    arena = len(casts)
+    return tuple(
+        by_target.get(place.offset_bytes)
+        if place.block == arena
+        else (place.block, place.offset_bytes, place.offset_bytes + segment.size_bytes)
+        for place, segment in zip(places, load_plan.segments, strict=True)
+    )
+
+
+def _alignments(load_plan: LoadPlan) -> dict[int, int]:
+    """Return what each segment's address must be a multiple of."""
+    found: dict[int, int] = {}
+    for spec in load_plan.tensors:
+        found[spec.segment] = max(spec.torch_dtype.itemsize, found.get(spec.segment, 1))
+    return found
+
+
+def _wanted(
+    places: Sequence[Place], load_plan: LoadPlan, jobs: Sequence[Sequence[Cast]], filling: Filling
+) -> tuple[Wanted, ...]:
+    ranges = [[(0, size)] for size in filling.header_bytes]
+    for place, segment in zip(places, load_plan.segments, strict=True):
+        if place.block < len(ranges):
+            ranges[place.block].append((place.offset_bytes, place.offset_bytes + segment.size_bytes))
+    return tuple(
+        Wanted(ranges=_merged(sorted(spans)), casts=tuple(sorted(of, key=lambda cast: cast.begin)))
+        for spans, of in zip(ranges, jobs, strict=True)
+    )
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return tuple(merged)

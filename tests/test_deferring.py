@@ -1,0 +1,92 @@
+"""A library may run before its weights are there only if it can do without them; whether it can is found out."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.ranks import run_on_ranks
+
+WIDTH = 512
+
+
+class Tower(nn.Module):
+    """Takes its weights as they are; what it does beside that is `habit`."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.habit = habit
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.arange(WIDTH).float(), persistent=False)
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        given = dict(state_dict)
+        weight = given["layer.weight"]
+        if self.habit == "sums":
+            self.table = weight.sum(0)
+        elif self.habit == "sums bytes":
+            self.table = torch.tensor(weight.numpy().sum(0))
+        elif self.habit == "lists":
+            self.table = torch.tensor(given["layer.bias"].tolist() + weight[:, 0].tolist())
+        elif self.habit == "copies":
+            given["layer.weight"] = weight.clone()
+        elif self.habit == "writes":
+            weight.mul_(2)
+        elif self.habit == "transposes":
+            given["layer.weight"] = weight.t()
+        elif self.habit == "casts":
+            given = {name: value.to(torch.bfloat16) for name, value in given.items()}
+        elif self.habit == "casts and sums":
+            self.table = weight.to(torch.float64).sum(0)
+        return super().load_state_dict(given, *args, **kwargs)
+
+
+def _folder(tmp_path):
+    torch.manual_seed(3)
+    tensors = {"layer.weight": torch.randn(WIDTH, WIDTH), "layer.bias": torch.randn(WIDTH)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def _load(folder, habit, dtype):
+    from safetensors.torch import load_file
+
+    from safeload import safe_from_pretrained, sourcing
+
+    roads = []
+    original = sourcing.build_while_reading
+
+    def watched(*args, **kwargs):
+        built = original(*args, **kwargs)
+        roads.append("early" if built is not None else "late")
+        return built
+
+    sourcing.build_while_reading = watched
+    make = functools.partial(Tower, habit)
+    tower = safe_from_pretrained(make, folder, verify="off", dtype=dtype, device="cpu")
+    expected = make()
+    expected.load_state_dict(load_file(folder / "model.safetensors"), assign=True)
+    expected = expected if dtype is None else expected.to(dtype)
+    for name in ("layer.weight", "layer.bias", "table"):
+        ours = tower.get_parameter(name) if name != "table" else tower.table
+        theirs = expected.get_parameter(name) if name != "table" else expected.table
+        assert ours.dtype == theirs.dtype, name
+        assert torch.equal(ours, theirs), name
+    return roads
+
+
+EARLY = ["", "transposes", "casts"]
+LATE = ["sums", "sums bytes", "lists", "copies", "writes", "casts and sums"]
+
+
+@pytest.mark.parametrize(("habit", "road"), [*((h, "early") for h in EARLY), *((h, "late") for h in LATE)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_values_are_right_on_every_road(tmp_path, habit, road, dtype):
+    result = run_on_ranks(1, _load, _folder(tmp_path), habit, dtype, store="none")[0]
+    assert result.ok, result.describe()
+    if (habit, dtype) not in {("casts", torch.bfloat16), ("transposes", torch.bfloat16)}:  # either road is right
+        assert result.value == [road]
