@@ -77,7 +77,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A rank's module, its tensors in place; `blocks` is the memory behind them where it is shared."""
+    """A rank's module, its tensors in place; `blocks` is the memory behind them where it can be mapped again."""
 
     module: nn.Module
     load_plan: LoadPlan
@@ -117,7 +117,8 @@ def deliver(call: Call, sourced: Sourced | None) -> Filled:
             with clock.stage("broadcast"):
                 blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
         return _place_shared(call, module, letter, choice, blocks)
-    filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=None)
+    own = sourced.blocks if sourced is not None and device == _CPU else None
+    filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=own)
     _broadcast(call, filled, device, sourced)
     return filled
 

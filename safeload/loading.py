@@ -97,7 +97,8 @@ def safe_from_pretrained(
             torch.distributed to every rank; "auto" shares where all ranks are on one node and want the tower on the
             cpu, else broadcasts. "shared" falls back to "broadcast" where ranks share no kernel: the report says why.
         memory: "sealed": the verified bytes are copied once into memory that nobody can change. The bytes in the
-            tensors are the bytes that were hashed, whatever happens to the files. "mapped": nothing is copied, the very
+            tensors are the bytes that were hashed, whatever happens to the files; none of them is ever mapped, they are
+            read from beginning to end, as network file systems like it. "mapped": nothing is copied, the very
             file that was hashed is mapped, for storage that nobody writes to. The load fails where the file changed
             while it was hashed, and replacing it by name is harmless; but what is written into it later shows in the
             tensors, and who cuts it short kills the process.
@@ -172,6 +173,7 @@ def safe_from_pretrained(
         ranks.agree("arguments", request.check)
         sourced = _load_on_source(call)
         filled = deliver(call, sourced)
+        meter.end()  # everything is in place: while the verdict is waited for
         if request.verdict == "first_use":
             return _return_early(call, filled, sourced, meter)
         with call.clock.stage("verify"):
@@ -192,7 +194,7 @@ def _compare_chunks(ranks: Group, filled: Filled) -> bool | None:
 
 def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
     """Return the tower before the verdict; its first use waits for it."""
-    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced), sourced)
+    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced, wait=False), sourced)
     promise = call.ranks.promise()
     if sourced is not None:
         owned = sourced.kept = call.kept.pop_all()  # what the reading needs lives until the verdict
@@ -293,8 +295,11 @@ def _load_on_source(call: Call) -> Sourced | None:
     return sourced
 
 
-def _own_report(ranks: Group, meter: MemoryMeter, filled: Filled, sourced: Sourced | None) -> RankReport:
-    meter.stop()
+def _own_report(
+    ranks: Group, meter: MemoryMeter, filled: Filled, sourced: Sourced | None, *, wait: bool = True
+) -> RankReport:
+    if wait:
+        meter.stop()
     size_bytes = filled.load_plan.size_bytes
     return RankReport(
         rank=ranks.global_rank,
