@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from safeload.ambient import plain_tensors
-from safeload.broadcasting import broadcast
+from safeload.broadcasting import Piece, broadcast, payload_device
 from safeload.building import build_peer
 from safeload.casting import install_boundary_casts, install_boundary_errors
 from safeload.errors import ProtectionError, SafeLoadError
@@ -32,6 +32,7 @@ from safeload.group import Group, join_group
 from safeload.handing import node_key
 from safeload.placing import allocate, check_module, place, tensors_of
 from safeload.planning import LoadPlan
+from safeload.promising import Promise
 from safeload.protecting import protect, tower_state
 from safeload.recipes import Recipe
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
@@ -226,29 +227,38 @@ def _return_early(call: _Call, filled: _Filled, sourced: Sourced | None, meter: 
     """Return the tower before the verdict; its first use waits for it."""
     report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced), sourced)
     promise = call.ranks.promise()
-    if sourced is not None:
-        owned = sourced.kept = call.kept.pop_all()  # what the reading needs lives until the verdict
-
-        def finish() -> Mapping[str, Any]:
-            with owned:
-                sourced.finish()
-                return sourced.verified_facts()
-
-        threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
+    kept = ExitStack()  # descriptors of the shared memory, to see that it was sealed
     blocks = filled.blocks if sourced is None else None
-    kept = call.kept.pop_all()  # descriptors of the shared memory, to see that it was sealed
+    module = weakref.ref(filled.module)
 
     def wait() -> None:
-        facts = promise.wait()
         with kept:
+            facts = promise.wait()
             if blocks is not None:
                 blocks.check_sealed()
-        module = tower()
-        if module is not None:
-            tower_state(module).report = replace(report, **facts)
+        found = module()
+        if found is not None:
+            tower_state(found).report = replace(report, **facts)
 
-    tower = weakref.ref(filled.module)
-    return call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    tower = call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    if sourced is None:
+        kept.push(call.kept.pop_all())
+        weakref.finalize(tower, kept.close)  # a tower may be dropped before it is used
+    else:  # not before `_protect` has mapped what the end of the reading closes
+        _finish_behind(sourced, promise, owned=call.kept.pop_all())
+    return tower
+
+
+def _finish_behind(sourced: Sourced, promise: Promise, *, owned: ExitStack) -> None:
+    """Read and verify to the end in a thread; `owned`, what the reading needs, lives until then."""
+    sourced.kept = owned
+
+    def finish() -> Mapping[str, Any]:
+        with owned:
+            sourced.finish()
+            return sourced.verified_facts()
+
+    threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
 
 
 def _protect(
@@ -344,8 +354,7 @@ def _fill_every_rank(call: _Call, sourced: Sourced | None) -> _Filled:
             ranks.agree("place", lambda: place(module, load_plan, mine.map(load_plan), device=device))
         return _Filled(module=module, load_plan=load_plan, choice=choice, blocks=blocks)
     filled = _Filled(module=module, load_plan=load_plan, choice=choice, blocks=None)
-    _broadcast(call, filled, device, sourced)
-    return filled
+    return _broadcast(call, filled, device, sourced)
 
 
 def _read_letter(ranks: Group, sourced: Sourced | None) -> _Letter:
@@ -370,20 +379,29 @@ def _take_over(
     return blocks, choose(request.transport, answers, source_rank=ranks.source_rank)
 
 
-def _broadcast(call: _Call, filled: _Filled, device: torch.device, sourced: Sourced | None) -> None:
+def _broadcast(call: _Call, filled: _Filled, device: torch.device, sourced: Sourced | None) -> _Filled:
+    """Move the bytes by the group; a source that keeps its own memory has it in the `blocks` that are being filled."""
     ranks, clock, load_plan = call.ranks, call.clock, filled.load_plan
     with clock.stage("allocate"):
         moves = not ranks.is_source or device != _CPU  # the source keeps its own memory where that is on the cpu
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
-        ready = None if sourced is None else lambda piece: sourced.wait_for(piece.segment, piece.stop, ranks.check)
-        broadcast(ranks, load_plan, source=source, target=target, device=device, ready=ready)
+        wire = payload_device(ranks, device, filled.choice.device_types)
+
+        def ready(piece: Piece) -> None:
+            if sourced is not None:
+                sourced.wait_for(piece.segment, piece.stop, ranks.check)
+
+        broadcast(ranks, load_plan, source=source, target=target, wire_device=wire, ready=ready)
     with clock.stage("place"):
-        final = source if target is None and sourced and sourced.blocks else target
+        blocks = sourced.blocks if sourced is not None and target is None else None
+        final = source if blocks is not None else target
         ranks.agree(
             "place", lambda: place(filled.module, load_plan, final, device=device) if final is not None else None
         )
+    # at first use the bytes are on their way still: what they should be is looked up later, in memory of its own
+    return replace(filled, blocks=blocks) if call.request.verdict == "first_use" else filled
 
 
 def _build_peer(request: Request, letter: _Letter) -> nn.Module:
@@ -415,8 +433,8 @@ def _code_folder(recipe: Recipe) -> Iterator[Path | None]:
 def _device(device: torch.device | str | int | None) -> torch.device:
     """Return the device that the tower lives on; None is the current accelerator if there is one, else the cpu."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = _CPU if accelerator is None else accelerator
+        # torch 2.6's current_accelerator() takes no argument and raises where there is none
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else _CPU
     try:
         found = torch.empty(0, device=device).device  # with its index, and only if it is there
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -171,10 +171,11 @@ def take_over(layout: Layout, *, device: torch.device) -> tuple[Blocks | None, A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How the bytes move, and why."""
+    """How the bytes move, and why; `device_types` are those that the tower lives on, on all ranks."""
 
     transport: str
     reason: str
+    device_types: frozenset[str]
 
 
 def choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice:
@@ -190,10 +191,16 @@ def choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice
 
     Ranks: local.
     """
+    transport, reason = _choose(asked, answers, source_rank=source_rank)
+    types = frozenset(torch.device(each.device).type for each in answers)
+    return Choice(transport=transport, reason=reason, device_types=types)
+
+
+def _choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> tuple[str, str]:
     if len(answers) == 1:
-        return Choice(transport="none", reason="one rank loads for itself")
+        return "none", "one rank loads for itself"
     if asked == "broadcast":
-        return Choice(transport="broadcast", reason="asked for")
+        return "broadcast", "asked for"
     elsewhere = [rank for rank, each in enumerate(answers) if each.node != answers[source_rank].node]
     devices = [rank for rank, each in enumerate(answers) if torch.device(each.device).type != "cpu"]
     without = [rank for rank, each in enumerate(answers) if not each.has_blocks]
@@ -205,8 +212,8 @@ def choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice
         why = f"{_ranks(without)} could not take the memory over: {answers[without[0]].problem or 'none was offered'}"
     else:
         said = "asked for" if asked == "shared" else "all ranks are on one kernel and want the tower on the cpu"
-        return Choice(transport="shared", reason=said)
-    return Choice(transport="broadcast", reason=why)
+        return "shared", said
+    return "broadcast", why
 
 
 def _ranks(ranks: Sequence[int]) -> str:
