@@ -13,7 +13,8 @@ from typing import Any, Final
 
 __all__ = ["LoadReport", "MemoryMeter", "RankReport", "StageClock", "progress_bar", "pss_bytes"]
 
-_SAMPLE_S: Final = 0.05  # one reading of smaps_rollup costs about a millisecond
+_SAMPLE_S: Final = 0.05  # one reading of smaps_rollup costs about a millisecond for each GB that is resident
+_PAUSES: Final = 20  # times longer than a reading: while it lasts, page faults of the process wait
 _JOIN_S: Final = 5.0
 _MIB: Final = 1024**2
 _BAR_AFTER_S: Final = 1.0  # a load that is over by then shows no bar
@@ -51,8 +52,11 @@ class MemoryMeter:
         return now
 
     def _run(self) -> None:
-        while not self._stop.wait(_SAMPLE_S):
+        pause_s = _SAMPLE_S
+        while not self._stop.wait(pause_s):
+            begin = time.perf_counter()
             self._sample()
+            pause_s = max(_SAMPLE_S, _PAUSES * (time.perf_counter() - begin))
 
     def __enter__(self) -> MemoryMeter:
         """Take the first reading and start the thread."""
