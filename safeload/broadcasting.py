@@ -85,7 +85,7 @@ def broadcast(
     source: tuple[torch.Tensor, ...] | None,
     target: tuple[torch.Tensor, ...] | None,
     device: torch.device,
-    ready: Callable[[Piece], None] | None = None,
+    is_ready: Callable[[int, int], bool] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Send every segment from the source rank to the others.
@@ -96,7 +96,8 @@ def broadcast(
         source: On the source rank the bytes to send, on the cpu; elsewhere None.
         target: Where this rank wants them; None where the source keeps its own memory.
         device: Where the tower lives on this rank.
-        ready: On the source: called with a piece before its bytes are taken, to wait for them.
+        is_ready: On the source: whether the bytes of a segment are there, up to a number of them. While they are not,
+            the other ranks wait outside of any collective.
         on_bytes: Called with the number of bytes after each bucket.
 
     Raises:
@@ -112,8 +113,6 @@ def broadcast(
     def fill(index: int) -> torch.Tensor:
         wire = _wire(cut[index], target if target is not None else source, travel)
         for piece, part in _parts(cut[index], wire) if source is not None else ():
-            if ready is not None:
-                ready(piece)
             _copy(part, _slice(source, piece))
         return wire
 
@@ -123,8 +122,11 @@ def broadcast(
         if on_bytes is not None:
             on_bytes(wire.numel())
 
+    def is_filled(index: int) -> bool:
+        return is_ready is None or all(is_ready(piece.segment, piece.stop) for piece in cut[index])
+
     sizes_bytes = [sum(piece.size_bytes for piece in bucket) for bucket in cut]
-    group.stream("broadcast", sizes_bytes, fill, take, device=travel)
+    group.stream("broadcast", sizes_bytes, fill, take, device=travel, is_ready=is_filled)
 
 
 def _slice(segments: tuple[torch.Tensor, ...] | None, piece: Piece) -> torch.Tensor:

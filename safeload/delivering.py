@@ -6,7 +6,6 @@ weights may still be on their way where they are shared. The verdict comes after
 
 from __future__ import annotations
 
-import functools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from safeload.broadcasting import Piece, broadcast
+from safeload.broadcasting import broadcast
 from safeload.building import build_peer
 from safeload.chunking import ChunkList
 from safeload.errors import SafeLoadError
@@ -144,8 +143,8 @@ def _share_between_nodes(
             return blocks
         with ranks.among(leaders) as firsts:
             if sourced is not None:
-                ready = functools.partial(_wait_for_piece, sourced, firsts)
-                broadcast(firsts, load_plan, source=sourced.segments(), target=None, device=_CPU, ready=ready)
+                segments = sourced.segments()
+                broadcast(firsts, load_plan, source=segments, target=None, device=_CPU, is_ready=sourced.is_ready)
                 return blocks
             return receive_blocks(
                 load_plan,
@@ -168,10 +167,6 @@ def _share_between_nodes(
         return taken
 
     return ranks.agree("take", take)
-
-
-def _wait_for_piece(sourced: Sourced, ranks: Group, piece: Piece) -> None:
-    sourced.wait_for(piece.segment, piece.stop, ranks.check)
 
 
 def _read_letter(ranks: Group, sourced: Sourced | None) -> Letter:
@@ -205,8 +200,8 @@ def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Source
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
-        ready = None if sourced is None else functools.partial(_wait_for_piece, sourced, ranks)
-        broadcast(ranks, load_plan, source=source, target=target, device=device, ready=ready)
+        is_ready = None if sourced is None else sourced.is_ready
+        broadcast(ranks, load_plan, source=source, target=target, device=device, is_ready=is_ready)
     with clock.stage("place"):
         final = source if target is None and sourced and sourced.blocks else target
         ranks.agree(

@@ -238,6 +238,12 @@ class Filling:
         for target, each in zip(self._targets, wanted, strict=True):
             target.want(each, arena_fd)
 
+    def is_ready(self, number: int, end: int) -> bool:
+        """Whether `wait_until` would return, or raise, at once."""
+        target = self._targets[number]
+        with target.news:
+            return target.is_ready(end) or self._futures[number].done()
+
     def wait_until(self, number: int, end: int, *, check: Callable[[], None] | None = None) -> None:
         """Wait until the bytes of a weight file are where they are wanted, up to `end`.
 

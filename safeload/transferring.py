@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safeload import statements
 from safeload.agreeing import Call
 from safeload.errors import GroupError, PeerError, SafeLoadError
+from safeload.grouping import READY_POLL_S
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -39,13 +40,17 @@ class _StuckError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there."""
+    """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there.
+
+    `is_ready` tells on the source whether `fill` would have to wait.
+    """
 
     stage: str
     sizes_bytes: Sequence[int]
     fill: Callable[[int], torch.Tensor]
     take: Callable[[int, torch.Tensor], None]
     device: str | torch.device
+    is_ready: Callable[[int], bool]
 
 
 class Transfers:
@@ -85,11 +90,14 @@ class Transfers:
         failed: Exception | None = None
         stuck = False
         try:
-            for window in _windows(payload.sizes_bytes):
-                if not self._may_go_on(failed):
+            index = 0
+            while index < len(payload.sizes_bytes):
+                failed, count = self._next_window(payload, index, failed)
+                if count == 0:
                     break
-                for index in window:
-                    failed = self._move(payload, index, failed)
+                for each in range(index, index + count):
+                    failed = self._move(payload, each, failed)
+                index += count
         except _StuckError as error:
             failed, stuck = error, True
         statement = statements.payload_bytes(b"")
@@ -97,12 +105,35 @@ class Transfers:
             statement = self._failure_of(failed, payload.stage, stuck=stuck)
         self._call.gather(statement, lambda _: b"", failed, stuck=stuck)
 
-    def _may_go_on(self, failed: Exception | None) -> bool:
+    def _next_window(self, payload: Payload, index: int, failed: Exception | None) -> tuple[Exception | None, int]:
+        """Return how many buckets follow before the source is asked again; none when it says stop."""
         if self._call.seat.rank != self._source_rank:
-            return self._call.wait_go()
-        stop = failed is not None or self._call.flagged
-        self._call.go(stop=stop)
-        return not stop
+            return failed, self._call.wait_go()
+        count = 0
+        if failed is None:
+            try:
+                count = self._wait_for_window(payload, index)
+            except Exception as error:
+                if error is self._call.agreed:
+                    raise
+                failed = self._note(error, payload.stage)
+        self._call.go(count)
+        return failed, count
+
+    def _wait_for_window(self, payload: Payload, index: int) -> int:
+        """On the source: wait until the next bucket is ready, and count those that are; none when a rank has failed."""
+        while not payload.is_ready(index):
+            self._call.check()
+            if self._call.flagged:
+                return 0
+            time.sleep(READY_POLL_S)
+        count = window_bytes = 0
+        for each in range(index, len(payload.sizes_bytes)):
+            window_bytes += payload.sizes_bytes[each]
+            if count and (window_bytes > _WINDOW_BYTES or not payload.is_ready(each)):
+                break
+            count += 1
+        return 0 if self._call.flagged else count
 
     def _move(self, payload: Payload, index: int, failed: Exception | None) -> Exception | None:
         """Send or receive one bucket. A rank that has failed takes part with scrap, so that no collective is left."""
@@ -196,16 +227,3 @@ def _checked(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
         got = f"{tensor.dtype} {list(tensor.shape)}, {'' if tensor.is_contiguous() else 'not '}contiguous"
         raise GroupError(f"a transfer takes contiguous uint8 tensors of shape [{size_bytes}], got {got}")
     return tensor
-
-
-def _windows(sizes_bytes: Sequence[int]) -> Iterator[list[int]]:
-    window: list[int] = []
-    window_bytes = 0
-    for index, size_bytes in enumerate(sizes_bytes):
-        if window and window_bytes + size_bytes > _WINDOW_BYTES:
-            yield window
-            window, window_bytes = [], 0
-        window.append(index)
-        window_bytes += size_bytes
-    if window:
-        yield window
