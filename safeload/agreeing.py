@@ -158,13 +158,13 @@ class Call:
         except StoreLost as error:
             raise self._store_lost(error) from error
 
-    def go(self, count: int) -> None:
-        """On the judge: let the others into the next `count` collectives of this stage; 0 says that none follow."""
+    def go(self, *, stop: bool = False) -> None:
+        """On the judge: let the others into the next collectives of this stage, or tell them that none will follow."""
         key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
-        self._ask(lambda store: store.set(key, str(count)))
+        self._ask(lambda store: store.set(key, b"-" if stop else b"+"))
 
-    def wait_go(self) -> int:
-        """On the others: wait for the judge's `go`, and return how many collectives follow.
+    def wait_go(self) -> bool:
+        """On the others: wait for the judge's `go`; False when none will follow.
 
         Raises:
             SafeLoadError: The stage failed for good, or the judge is silent or lost.
@@ -176,7 +176,7 @@ class Call:
                 verdict = self._ask(self._look)
                 if verdict is not None:
                     raise self._failed(verdict, None)
-            return int(self._ask(lambda store: store.get(key)))
+            return self._ask(lambda store: store.get(key)) == b"+"
         finally:
             self._waiting = False
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from safeload.errors import SafeLoadError
 from safeload.peers import PEERS, load_class
-from safeload.reporting import MemoryMeter
+from safeload.reporting import MemoryMeter, pss_bytes
 from safeload.spawning import run_ranks
 
 __all__ = ["SIZES", "WAYS", "BenchReport", "Measured", "bench", "make_tower"]
@@ -272,6 +272,7 @@ def _run_once(load: Callable[[], nn.Module | None]) -> tuple[dict[str, float], i
 
     gc.collect()
     dist.barrier()
+    before = pss_bytes() or 0
     with MemoryMeter() as meter:
         dist.barrier()
         start = time.perf_counter()
@@ -282,7 +283,6 @@ def _run_once(load: Callable[[], nn.Module | None]) -> tuple[dict[str, float], i
         seconds = time.perf_counter() - start
         meter.stop()  # all ranks still hold what they have loaded
         dist.barrier()
-    before = meter.before_bytes or 0
     held = max(0, (meter.after_bytes or 0) - before)
     peak = max(0, (meter.peak_bytes or 0) - before)
     values = {"seconds": seconds, "returned_s": returned, "pss_bytes": float(held), "peak_bytes": float(peak)}

@@ -90,7 +90,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elsewhere: set[int] = set()
         self._searches = 0
         self.looked = False
-        self.cast: list[torch.Tensor] = []  # keeps their mapping, so that the kernel can be asked about it
+        self.cast: list[torch.UntypedStorage] = []  # keeps their mapping, so that the kernel can be asked about it
         self.casts: list[list[Cast]] = [[] for _ in fds]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         number, begin = found
         end = begin + tensor.numel() * tensor.element_size()
-        self.cast.append(tensor)
+        self.cast.append(tensor.untyped_storage())  # not the tensor: a cast in place gives it another storage
         self.casts[number].append(
             Cast(begin=begin, end=end, source_dtype=tensor.dtype, target=target, target_dtype=dtype)
         )

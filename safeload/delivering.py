@@ -6,6 +6,7 @@ weights may still be on their way where they are shared. The verdict comes after
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from safeload.broadcasting import broadcast
+from safeload.broadcasting import Piece, broadcast, payload_device
 from safeload.building import build_peer
 from safeload.chunking import ChunkList
 from safeload.errors import SafeLoadError
@@ -76,7 +77,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A rank's module, its tensors in place; `blocks` is the memory behind them where it is shared."""
+    """A rank's module, its tensors in place; `blocks` is the memory behind them where it can be mapped again."""
 
     module: nn.Module
     load_plan: LoadPlan
@@ -116,7 +117,8 @@ def deliver(call: Call, sourced: Sourced | None) -> Filled:
             with clock.stage("broadcast"):
                 blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
         return _place_shared(call, module, letter, choice, blocks)
-    filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=None)
+    own = sourced.blocks if sourced is not None and device == _CPU else None
+    filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=own)
     _broadcast(call, filled, device, sourced)
     return filled
 
@@ -137,18 +139,19 @@ def _share_between_nodes(
     ranks, load_plan = call.ranks, letter.load_plan
     leaders = [node[0] for node in choice.nodes]
     leads = ranks.rank in leaders
+    wire = payload_device(ranks, _CPU, choice.device_types)
 
     def receive() -> Blocks | None:
         if not leads:
             return blocks
         with ranks.among(leaders) as firsts:
             if sourced is not None:
-                segments = sourced.segments()
-                broadcast(firsts, load_plan, source=segments, target=None, device=_CPU, is_ready=sourced.is_ready)
+                ready = functools.partial(_wait_for_piece, sourced, firsts)
+                broadcast(firsts, load_plan, source=sourced.segments(), target=None, wire_device=wire, ready=ready)
                 return blocks
             return receive_blocks(
                 load_plan,
-                lambda target: broadcast(firsts, load_plan, source=None, target=target, device=_CPU),
+                lambda target: broadcast(firsts, load_plan, source=None, target=target, wire_device=wire),
                 call.kept,
             )
 
@@ -167,6 +170,11 @@ def _share_between_nodes(
         return taken
 
     return ranks.agree("take", take)
+
+
+def _wait_for_piece(sourced: Sourced | None, ranks: Group, piece: Piece) -> None:
+    if sourced is not None:
+        sourced.wait_for(piece.segment, piece.stop, ranks.check)
 
 
 def _read_letter(ranks: Group, sourced: Sourced | None) -> Letter:
@@ -200,8 +208,9 @@ def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Source
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
-        is_ready = None if sourced is None else sourced.is_ready
-        broadcast(ranks, load_plan, source=source, target=target, device=device, is_ready=is_ready)
+        wire = payload_device(ranks, device, filled.choice.device_types)
+        ready = functools.partial(_wait_for_piece, sourced, ranks)
+        broadcast(ranks, load_plan, source=source, target=target, wire_device=wire, ready=ready)
     with clock.stage("place"):
         final = source if target is None and sourced and sourced.blocks else target
         ranks.agree(
@@ -238,8 +247,8 @@ def _code_folder(recipe: Recipe) -> Iterator[Path | None]:
 def _device(device: torch.device | str | int | None) -> torch.device:
     """Return the device that the tower lives on; None is the current accelerator if there is one, else the cpu."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = _CPU if accelerator is None else accelerator
+        # torch 2.6's current_accelerator() takes no argument and raises where there is none
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else _CPU
     try:
         found = torch.empty(0, device=device).device  # with its index, and only if it is there
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -238,12 +238,6 @@ class Filling:
         for target, each in zip(self._targets, wanted, strict=True):
             target.want(each, arena_fd)
 
-    def is_ready(self, number: int, end: int) -> bool:
-        """Whether `wait_until` would return, or raise, at once."""
-        target = self._targets[number]
-        with target.news:
-            return target.is_ready(end) or self._futures[number].done()
-
     def wait_until(self, number: int, end: int, *, check: Callable[[], None] | None = None) -> None:
         """Wait until the bytes of a weight file are where they are wanted, up to `end`.
 
@@ -316,6 +310,8 @@ class Filling:
         file = target.file
         hasher = ChunkHasher() if self._chunks else None
         watches = header_watches(file)
+        if hasattr(os, "posix_fadvise"):  # cold files: let the kernel read far ahead
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         digests = copy_hashed(
             file,
             target,

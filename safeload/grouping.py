@@ -5,7 +5,6 @@ The ranks in here are ranks in the group; those in errors are global ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -17,17 +16,10 @@ from safeload import statements
 from safeload.promising import Promise
 from safeload.watching import identify
 
-__all__ = ["READY_POLL_S", "Group", "always"]
-
-READY_POLL_S: Final = 0.005  # between two looks at a bucket that is still being read
+__all__ = ["Group"]
 
 T = TypeVar("T")
 _ALONE: Final = timedelta(days=1)  # one process waits for itself
-
-
-def always(index: int) -> bool:
-    """Say that a bucket is ready."""
-    return True
 
 
 class Group:
@@ -199,8 +191,8 @@ class Group:
         fill: Callable[[int], torch.Tensor],
         take: Callable[[int, torch.Tensor], None],
         *,
+        ready: Callable[[int], None] = lambda index: None,
         device: str | torch.device = "cpu",
-        is_ready: Callable[[int], bool] = always,
     ) -> None:
         """Broadcast buckets one after another; a failure on a living rank stops all of them in step.
 
@@ -210,9 +202,8 @@ class Group:
             fill: From the number of a bucket to its tensor: `[size]` uint8, holding the bytes on the source, and to be
                 received into on the others.
             take: Called with number and tensor once the bytes are there, on every rank.
+            ready: On the source: waits until `fill` of a bucket need not; for longer than the group's timeout, too.
             device: Where the buckets are.
-            is_ready: On the source: whether `fill` would have to wait for a bucket's bytes. While it would, the others
-                wait for the source over the store, not inside of a collective with a timeout of its own.
 
         Raises:
             SafeLoadError: As in `agree`. Where all ranks live, no collective is left unfinished.
@@ -222,8 +213,7 @@ class Group:
 
         def run() -> None:
             for index in range(len(sizes_bytes)):
-                while not is_ready(index):
-                    time.sleep(READY_POLL_S)
+                ready(index)
                 take(index, fill(index))
 
         self.agree(stage, run)

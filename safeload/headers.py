@@ -57,6 +57,7 @@ DTYPE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 
 _AGAIN: Final = " Download it again."
 _LENGTH_BYTES: Final = 8
+_SNIFFED_BYTES: Final = 512  # enough to tell what was put in place of weights
 _MAX_DIMENSIONS: Final = 64
 _TENSOR_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -182,7 +183,8 @@ class HeaderWatch:
         """Watch the file of this name and size."""
         self._path, self._size_bytes = path, size_bytes
         self._start = bytearray()
-        self._wanted_bytes = _LENGTH_BYTES
+        self._wanted_bytes = min(_SNIFFED_BYTES, size_bytes)
+        self._is_sized = False
         self._result: Header | CheckpointError | None = None
 
     def add(self, chunk: memoryview) -> None:
@@ -196,15 +198,21 @@ class HeaderWatch:
         """
         if self._result is not None:
             return
-        if not self._start:
-            length = parse_header_size(bytes(chunk[:512]), path=self._path, size_bytes=self._size_bytes)
-            self._wanted_bytes = _LENGTH_BYTES + length
-        self._start += chunk[: self._wanted_bytes - len(self._start)]
-        if len(self._start) == self._wanted_bytes:
+        wanted = self._take(chunk)
+        if not self._is_sized and len(self._start) == self._wanted_bytes:
+            length = parse_header_size(bytes(self._start), path=self._path, size_bytes=self._size_bytes)
+            self._wanted_bytes, self._is_sized = _LENGTH_BYTES + length, True
+            self._take(chunk[wanted:])
+        if self._is_sized and len(self._start) >= self._wanted_bytes:
             self._parse()
 
+    def _take(self, chunk: memoryview) -> int:
+        wanted = max(0, self._wanted_bytes - len(self._start))
+        self._start += chunk[:wanted]
+        return wanted
+
     def _parse(self) -> None:
-        raw = bytes(self._start[_LENGTH_BYTES:])
+        raw = bytes(self._start[_LENGTH_BYTES : self._wanted_bytes])
         try:
             tensors, metadata = _parse_entries(raw, path=self._path)
         except CheckpointError as error:

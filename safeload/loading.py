@@ -27,6 +27,7 @@ from safeload.delivering import Call, Filled, deliver
 from safeload.errors import ProtectionError
 from safeload.group import Group, join_group
 from safeload.placing import tensors_of
+from safeload.promising import Promise
 from safeload.protecting import protect, tower_state
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
 from safeload.requesting import Request
@@ -97,7 +98,8 @@ def safe_from_pretrained(
             torch.distributed to every rank; "auto" shares where all ranks are on one node and want the tower on the
             cpu, else broadcasts. "shared" falls back to "broadcast" where ranks share no kernel: the report says why.
         memory: "sealed": the verified bytes are copied once into memory that nobody can change. The bytes in the
-            tensors are the bytes that were hashed, whatever happens to the files. "mapped": nothing is copied, the very
+            tensors are the bytes that were hashed, whatever happens to the files; none of them is ever mapped, they are
+            read from beginning to end, as network file systems like it. "mapped": nothing is copied, the very
             file that was hashed is mapped, for storage that nobody writes to. The load fails where the file changed
             while it was hashed, and replacing it by name is harmless; but what is written into it later shows in the
             tensors, and who cuts it short kills the process.
@@ -172,6 +174,7 @@ def safe_from_pretrained(
         ranks.agree("arguments", request.check)
         sourced = _load_on_source(call)
         filled = deliver(call, sourced)
+        meter.end()  # everything is in place: while the verdict is waited for
         if request.verdict == "first_use":
             return _return_early(call, filled, sourced, meter)
         with call.clock.stage("verify"):
@@ -192,31 +195,40 @@ def _compare_chunks(ranks: Group, filled: Filled) -> bool | None:
 
 def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
     """Return the tower before the verdict; its first use waits for it."""
-    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced), sourced)
+    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced, wait=False), sourced)
     promise = call.ranks.promise()
-    if sourced is not None:
-        owned = sourced.kept = call.kept.pop_all()  # what the reading needs lives until the verdict
-
-        def finish() -> Mapping[str, Any]:
-            with owned:
-                sourced.finish()
-                return sourced.verified_facts()
-
-        threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
+    kept = ExitStack()  # descriptors of the shared memory, to see that it was sealed
     blocks = filled.blocks if sourced is None else None
-    kept = call.kept.pop_all()  # descriptors of the shared memory, to see that it was sealed
+    module = weakref.ref(filled.module)
 
     def wait() -> None:
-        facts = promise.wait()
         with kept:
+            facts = promise.wait()
             if blocks is not None:
                 blocks.check_sealed()
-        module = tower()
-        if module is not None:
-            tower_state(module).report = replace(report, **facts)
+        found = module()
+        if found is not None:
+            tower_state(found).report = replace(report, **facts)
 
-    tower = weakref.ref(filled.module)
-    return call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    tower = call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    if sourced is None:
+        kept.push(call.kept.pop_all())
+        weakref.finalize(tower, kept.close)  # a tower may be dropped before it is used
+    else:  # not before `_protect` has mapped what the end of the reading closes
+        _finish_behind(sourced, promise, owned=call.kept.pop_all())
+    return tower
+
+
+def _finish_behind(sourced: Sourced, promise: Promise, *, owned: ExitStack) -> None:
+    """Read and verify to the end in a thread; `owned`, what the reading needs, lives until then."""
+    sourced.kept = owned
+
+    def finish() -> Mapping[str, Any]:
+        with owned:
+            sourced.finish()
+            return sourced.verified_facts()
+
+    threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
 
 
 def _protect(
@@ -293,8 +305,11 @@ def _load_on_source(call: Call) -> Sourced | None:
     return sourced
 
 
-def _own_report(ranks: Group, meter: MemoryMeter, filled: Filled, sourced: Sourced | None) -> RankReport:
-    meter.stop()
+def _own_report(
+    ranks: Group, meter: MemoryMeter, filled: Filled, sourced: Sourced | None, *, wait: bool = True
+) -> RankReport:
+    if wait:
+        meter.stop()
     size_bytes = filled.load_plan.size_bytes
     return RankReport(
         rank=ranks.global_rank,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safeload import statements, wiring
 from safeload.agreeing import Call
 from safeload.errors import GroupError
-from safeload.grouping import Group, always
+from safeload.grouping import Group
 from safeload.promising import Promise
 from safeload.transferring import Payload, Transfers
 from safeload.watching import Identity, Seat
@@ -237,10 +237,10 @@ class RankGroup(Group):
         fill: Callable[[int], torch.Tensor],
         take: Callable[[int, torch.Tensor], None],
         *,
+        ready: Callable[[int], None] = lambda index: None,
         device: str | torch.device = "cpu",
-        is_ready: Callable[[int], bool] = always,
     ) -> None:
         self.agree(stage, lambda: None)  # everybody is here, or nobody enters a collective
         self._transfers.stream(
-            Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, device=device, is_ready=is_ready)
+            Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, ready=ready, device=device)
         )

@@ -73,28 +73,19 @@ class Sourced:
         return self.built.load_plan
 
     def segments(self) -> tuple[torch.Tensor, ...]:
-        """Return the segments of the plan as flat bytes; see `is_ready`."""
+        """Return the segments of the plan as flat bytes; see `wait_for`."""
         if self.blocks is not None:
             return self.blocks.map(self.load_plan)
         return segment_views(self.built.module, self.load_plan)
 
-    def is_ready(self, segment: int, stop: int) -> bool:
-        """Whether the bytes of a segment are there, up to `stop`.
-
-        Raises:
-            SourceError: They will not come: the file cannot be read, or it was changed while it was read.
-        """
-        if self.filling is None or self.known:  # with known chunks the files themselves are used, unread
-            return True
-        found = self.built.comes_from[segment]
-        if found is None:
-            return True
-        number, begin, end = found
-        until = begin + -(-(end - begin) * stop // self.load_plan.segments[segment].size_bytes)
-        if not self.filling.is_ready(number, until):
-            return False
-        self.filling.wait_until(number, until)  # raises what the reading has met
-        return True
+    def wait_for(self, segment: int, stop: int, check: Callable[[], None]) -> None:
+        """Wait until the bytes of a segment are there, up to `stop`."""
+        if self.filling is not None and not self.known:  # with known chunks the files themselves are used, unread
+            found = self.built.comes_from[segment]
+            if found is not None:
+                number, begin, end = found
+                whole = self.load_plan.segments[segment].size_bytes
+                self.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
 
     def finish(self, *, chunks_agree: bool | None = None) -> None:
         """Wait until all is read, and compare it with what it should be.

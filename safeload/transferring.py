@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safeload import statements
 from safeload.agreeing import Call
 from safeload.errors import GroupError, PeerError, SafeLoadError
-from safeload.grouping import READY_POLL_S
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Payload", "Transfers"]
 
 Begin = Callable[[], "Work | None"]
-_WINDOW_BYTES: Final = 1024**3  # sent for one `go`: the others learn of a failure after at most this much more
+_WINDOW_BYTES: Final = 64 * 1024**2  # at least, sent for one `go`: the source has all of it when the others go in
+_LONGEST_WINDOW_BYTES: Final = 1024**3  # at most: the others learn of a failure after this much more
+_RANK_WINDOW_BYTES: Final = 1024**2  # more for each rank, as each `go` is asked for by all of them
 _POLL_S: Final = (0.00005, 0.002)  # shortest and longest pause between two looks at a running collective
 _BLAME_S: Final = 10.0  # a broken collective waits this long for the reason, which the watch finds out
 
@@ -42,15 +43,15 @@ class _StuckError(Exception):
 class Payload:
     """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there.
 
-    `is_ready` tells on the source whether `fill` would have to wait.
+    `ready` waits, on the source, until `fill` need not: no rank is in a collective meanwhile, which would time out.
     """
 
     stage: str
     sizes_bytes: Sequence[int]
     fill: Callable[[int], torch.Tensor]
     take: Callable[[int, torch.Tensor], None]
+    ready: Callable[[int], None]
     device: str | torch.device
-    is_ready: Callable[[int], bool]
 
 
 class Transfers:
@@ -90,14 +91,12 @@ class Transfers:
         failed: Exception | None = None
         stuck = False
         try:
-            index = 0
-            while index < len(payload.sizes_bytes):
-                failed, count = self._next_window(payload, index, failed)
-                if count == 0:
+            for window in _windows(payload.sizes_bytes, self._call.seat.size):
+                failed = self._get_ready(payload, window) if failed is None else failed
+                if not self._may_go_on(failed):
                     break
-                for each in range(index, index + count):
-                    failed = self._move(payload, each, failed)
-                index += count
+                for index in window:
+                    failed = self._move(payload, index, failed)
         except _StuckError as error:
             failed, stuck = error, True
         statement = statements.payload_bytes(b"")
@@ -105,35 +104,21 @@ class Transfers:
             statement = self._failure_of(failed, payload.stage, stuck=stuck)
         self._call.gather(statement, lambda _: b"", failed, stuck=stuck)
 
-    def _next_window(self, payload: Payload, index: int, failed: Exception | None) -> tuple[Exception | None, int]:
-        """Return how many buckets follow before the source is asked again; none when it says stop."""
-        if self._call.seat.rank != self._source_rank:
-            return failed, self._call.wait_go()
-        count = 0
-        if failed is None:
+    def _get_ready(self, payload: Payload, window: Sequence[int]) -> Exception | None:
+        if self._call.seat.rank == self._source_rank:
             try:
-                count = self._wait_for_window(payload, index)
+                for index in window:
+                    payload.ready(index)
             except Exception as error:
-                if error is self._call.agreed:
-                    raise
-                failed = self._note(error, payload.stage)
-        self._call.go(count)
-        return failed, count
+                return self._note(error, payload.stage)
+        return None
 
-    def _wait_for_window(self, payload: Payload, index: int) -> int:
-        """On the source: wait until the next bucket is ready, and count those that are; none when a rank has failed."""
-        while not payload.is_ready(index):
-            self._call.check()
-            if self._call.flagged:
-                return 0
-            time.sleep(READY_POLL_S)
-        count = window_bytes = 0
-        for each in range(index, len(payload.sizes_bytes)):
-            window_bytes += payload.sizes_bytes[each]
-            if count and (window_bytes > _WINDOW_BYTES or not payload.is_ready(each)):
-                break
-            count += 1
-        return 0 if self._call.flagged else count
+    def _may_go_on(self, failed: Exception | None) -> bool:
+        if self._call.seat.rank != self._source_rank:
+            return self._call.wait_go()
+        stop = failed is not None or self._call.flagged
+        self._call.go(stop=stop)
+        return not stop
 
     def _move(self, payload: Payload, index: int, failed: Exception | None) -> Exception | None:
         """Send or receive one bucket. A rank that has failed takes part with scrap, so that no collective is left."""
@@ -227,3 +212,17 @@ def _checked(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
         got = f"{tensor.dtype} {list(tensor.shape)}, {'' if tensor.is_contiguous() else 'not '}contiguous"
         raise GroupError(f"a transfer takes contiguous uint8 tensors of shape [{size_bytes}], got {got}")
     return tensor
+
+
+def _windows(sizes_bytes: Sequence[int], ranks: int) -> Iterator[list[int]]:
+    longest_bytes = min(_WINDOW_BYTES + ranks * _RANK_WINDOW_BYTES, _LONGEST_WINDOW_BYTES)
+    window: list[int] = []
+    window_bytes = 0
+    for index, size_bytes in enumerate(sizes_bytes):
+        if window and window_bytes + size_bytes > longest_bytes:
+            yield window
+            window, window_bytes = [], 0
+        window.append(index)
+        window_bytes += size_bytes
+    if window:
+        yield window
