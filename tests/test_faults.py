@@ -28,21 +28,21 @@ SOURCE, PEER = 1, 0  # the source is not rank 0 here
 SOURCE_STAGES = {  # stage as errors name it: what does its work
     "resolve": "safeload.loading.resolve",
     "expect": "safeload.loading.expect",
-    "seal": "safeload.loading.seal",
-    "verify": "safeload.loading.verify",
-    "examine": "safeload.loading.examine",
-    "build": "safeload.loading.build_source",
-    "plan": "safeload.loading.plan",
+    "seal": "safeload.filling.copy_hashed",
+    "verify": "safeload.sourcing.verify",
+    "examine": "safeload.sourcing.examine",
+    "build": "safeload.sourcing.build_source",
+    "plan": "safeload.deferring.plan",
 }
 PEER_STAGES = {
-    "plan": "safeload.loading._Letter.from_json",
-    "build": "safeload.loading.build_peer",
-    "allocate": "safeload.loading.allocate",
-    "place": "safeload.loading.place",
+    "plan": "safeload.delivering.Letter.from_json",
+    "build": "safeload.delivering.build_peer",
+    "allocate": "safeload.delivering.allocate",
+    "place": "safeload.delivering.place",
 }
 ALL_STAGES = {
     "arguments": "safeload.requesting.Request.check",
-    "device": "safeload.loading._device",
+    "device": "safeload.delivering._device",
     "broadcast": "safeload.broadcasting._copy",
     "protect": "safeload.loading.protect",
 }
@@ -62,7 +62,8 @@ def load(folder, **kwargs):
 
     from safeload.loading import safe_from_pretrained
 
-    options = {"verify": "off", "source_rank": SOURCE, "timeout": timedelta(seconds=30), "device": "cpu"} | kwargs
+    options = {"verify": "off", "source_rank": SOURCE, "timeout": timedelta(seconds=30), "device": "cpu"}
+    options |= {"transport": "broadcast"} | kwargs
     return safe_from_pretrained(CLIPVisionModel, folder, **options)
 
 
@@ -243,12 +244,17 @@ def test_a_killed_rank_in_any_stage(stage, work, rank, tower, tmp_path):
     check_survivors(results, rank)
 
 
-def test_a_source_that_dies_of_a_mapped_file_made_shorter(tmp_path):
+@pytest.mark.parametrize("transport", ["shared", "broadcast"])
+def test_a_mapped_file_made_shorter_while_it_is_loaded(transport, tmp_path):
     own = clip_folder(tmp_path / "tower")
     planned = (SOURCE_STAGES["plan"], SOURCE, truncate)
-    results = run_on_ranks(3, meet_end, tmp_path, own, planned, {"memory": "mapped"})
-    assert results[SOURCE].exit_status == -signal.SIGBUS
-    check_survivors(results, SOURCE)
+    results = run_on_ranks(3, meet_end, tmp_path, own, planned, {"memory": "mapped", "transport": transport})
+    if results[SOURCE].exit_status == -signal.SIGBUS:  # a page was touched that is not there any more
+        check_survivors(results, SOURCE)
+        return
+    for result in results:
+        assert result.ok, result.describe()
+        assert result.value["class"] in ("SourceError", "PeerError")
 
 
 def test_a_mapped_file_made_shorter_before_the_loader_opens_it(tmp_path):
@@ -256,7 +262,7 @@ def test_a_mapped_file_made_shorter_before_the_loader_opens_it(tmp_path):
     planned = (SOURCE_STAGES["examine"], SOURCE, truncate)
     for result in run_on_ranks(3, meet_end, tmp_path, own, planned, {"memory": "mapped"}):
         assert result.ok, result.describe()
-        assert result.value["class"] == "CheckpointError"
+        assert result.value["class"] in ("CheckpointError", "SourceError")
         assert result.value["rank"] == SOURCE
 
 
@@ -300,8 +306,8 @@ def read_for_long(folder):
     """Read in chunks of 3 s each on the source, while the other rank dies after one second."""
     if int(os.environ["RANK"]) == PEER:
         threading.Timer(1.0, kill, [folder]).start()
-    with mock.patch("safeload.sealing.freeze") as finished:
-        with fault("safeload.sealing._Progress.add", SOURCE, lambda: time.sleep(3)), pytest.raises(SafeLoadError):
+    with mock.patch("safeload.filling.freeze") as finished:
+        with fault("safeload.sealing.Progress.add", SOURCE, lambda: time.sleep(3)), pytest.raises(SafeLoadError):
             load(folder)
         return finished.call_count
 
@@ -309,7 +315,7 @@ def read_for_long(folder):
 def test_reading_stops_when_another_rank_is_lost(tower):
     results = run_on_ranks(2, read_for_long, tower)
     assert results[SOURCE].ok, results[SOURCE].describe()
-    assert results[SOURCE].value < 2  # config.json at most: the weights were not read to their end
+    assert results[SOURCE].value == 0  # the weights were not read to their end
     assert results[SOURCE].seconds < PROMPT_S
 
 

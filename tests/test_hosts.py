@@ -133,7 +133,7 @@ def _resolve(work):
 @pytest.mark.parametrize(
     "work",
     [
-        pytest.param("safeload.loading.seal", id="while they wait for the source"),
+        pytest.param("safeload.filling.copy_hashed", id="while they wait for the source"),
         pytest.param("safeload.broadcasting._copy", id="in the payload"),
     ],
 )
