@@ -148,7 +148,8 @@ def _parse_entries(raw: bytes, *, path: str) -> tuple[list[TensorEntry], dict[st
     if raw.count(b'"dtype"') <= MAX_TENSORS:  # counted first: a million entries take seconds to parse
         value = parse_json(raw, path=f"{path} (header)")
         metadata = value.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        texts = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
+        if not all(isinstance(text, str) and is_text(text) for text in texts):
             raise CheckpointError(f"{path}: __metadata__ is not an object of text to text.", path=path)
         if len(value) <= MAX_TENSORS:
             entries = (_entry(name, entry, path) for name, entry in value.items())
