@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from safeload.broadcasting import Piece, broadcast
+from safeload.broadcasting import Piece, broadcast, payload_device
 from safeload.building import build_peer
 from safeload.chunking import ChunkList
 from safeload.errors import SafeLoadError
@@ -144,13 +144,14 @@ def _share_between_nodes(
         if not leads:
             return blocks
         with ranks.among(leaders) as firsts:
+            wire = payload_device(firsts, _CPU, choice.device_types)  # a gloo group, whatever `ranks` is
             if sourced is not None:
                 ready = functools.partial(_wait_for_piece, sourced, firsts)
-                broadcast(firsts, load_plan, source=sourced.segments(), target=None, device=_CPU, ready=ready)
+                broadcast(firsts, load_plan, source=sourced.segments(), target=None, wire_device=wire, ready=ready)
                 return blocks
             return receive_blocks(
                 load_plan,
-                lambda target: broadcast(firsts, load_plan, source=None, target=target, device=_CPU),
+                lambda target: broadcast(firsts, load_plan, source=None, target=target, wire_device=wire),
                 call.kept,
             )
 
@@ -171,8 +172,9 @@ def _share_between_nodes(
     return ranks.agree("take", take)
 
 
-def _wait_for_piece(sourced: Sourced, ranks: Group, piece: Piece) -> None:
-    sourced.wait_for(piece.segment, piece.stop, ranks.check)
+def _wait_for_piece(sourced: Sourced | None, ranks: Group, piece: Piece) -> None:
+    if sourced is not None:
+        sourced.wait_for(piece.segment, piece.stop, ranks.check)
 
 
 def _read_letter(ranks: Group, sourced: Sourced | None) -> Letter:
@@ -206,8 +208,9 @@ def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Source
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
-        ready = None if sourced is None else functools.partial(_wait_for_piece, sourced, ranks)
-        broadcast(ranks, load_plan, source=source, target=target, device=device, ready=ready)
+        wire = payload_device(ranks, device, filled.choice.device_types)
+        ready = functools.partial(_wait_for_piece, sourced, ranks)
+        broadcast(ranks, load_plan, source=source, target=target, wire_device=wire, ready=ready)
     with clock.stage("place"):
         final = source if target is None and sourced and sourced.blocks else target
         ranks.agree(
@@ -244,8 +247,8 @@ def _code_folder(recipe: Recipe) -> Iterator[Path | None]:
 def _device(device: torch.device | str | int | None) -> torch.device:
     """Return the device that the tower lives on; None is the current accelerator if there is one, else the cpu."""
     if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = _CPU if accelerator is None else accelerator
+        # torch 2.6's current_accelerator() takes no argument and raises where there is none
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else _CPU
     try:
         found = torch.empty(0, device=device).device  # with its index, and only if it is there
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -48,7 +48,8 @@ def join_group(
     """
     if not (dist.is_available() and dist.is_initialized()):
         _warn_if_alone()
-        return Group()
+        rank = os.environ.get("RANK", "")  # as torchrun names this process, for errors
+        return Group(global_rank=int(rank) if rank.isdecimal() else 0)
     group = _resolve(group)
     size = dist.get_world_size(group)
     if not 0 <= source_rank < size:

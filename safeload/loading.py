@@ -27,6 +27,7 @@ from safeload.delivering import Call, Filled, deliver
 from safeload.errors import ProtectionError
 from safeload.group import Group, join_group
 from safeload.placing import tensors_of
+from safeload.promising import Promise
 from safeload.protecting import protect, tower_state
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
 from safeload.requesting import Request
@@ -196,29 +197,38 @@ def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: Me
     """Return the tower before the verdict; its first use waits for it."""
     report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced, wait=False), sourced)
     promise = call.ranks.promise()
-    if sourced is not None:
-        owned = sourced.kept = call.kept.pop_all()  # what the reading needs lives until the verdict
-
-        def finish() -> Mapping[str, Any]:
-            with owned:
-                sourced.finish()
-                return sourced.verified_facts()
-
-        threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
+    kept = ExitStack()  # descriptors of the shared memory, to see that it was sealed
     blocks = filled.blocks if sourced is None else None
-    kept = call.kept.pop_all()  # descriptors of the shared memory, to see that it was sealed
+    module = weakref.ref(filled.module)
 
     def wait() -> None:
-        facts = promise.wait()
         with kept:
+            facts = promise.wait()
             if blocks is not None:
                 blocks.check_sealed()
-        module = tower()
-        if module is not None:
-            tower_state(module).report = replace(report, **facts)
+        found = module()
+        if found is not None:
+            tower_state(found).report = replace(report, **facts)
 
-    tower = weakref.ref(filled.module)
-    return call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    tower = call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    if sourced is None:
+        kept.push(call.kept.pop_all())
+        weakref.finalize(tower, kept.close)  # a tower may be dropped before it is used
+    else:  # not before `_protect` has mapped what the end of the reading closes
+        _finish_behind(sourced, promise, owned=call.kept.pop_all())
+    return tower
+
+
+def _finish_behind(sourced: Sourced, promise: Promise, *, owned: ExitStack) -> None:
+    """Read and verify to the end in a thread; `owned`, what the reading needs, lives until then."""
+    sourced.kept = owned
+
+    def finish() -> Mapping[str, Any]:
+        with owned:
+            sourced.finish()
+            return sourced.verified_facts()
+
+    threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
 
 
 def _protect(

@@ -237,10 +237,10 @@ class RankGroup(Group):
         fill: Callable[[int], torch.Tensor],
         take: Callable[[int, torch.Tensor], None],
         *,
+        ready: Callable[[int], None] = lambda index: None,
         device: str | torch.device = "cpu",
-        ready: Callable[[int], None] | None = None,
     ) -> None:
         self.agree(stage, lambda: None)  # everybody is here, or nobody enters a collective
         self._transfers.stream(
-            Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, device=device, ready=ready)
+            Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, ready=ready, device=device)
         )

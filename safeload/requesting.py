@@ -94,6 +94,7 @@ class Request:
     def statement(self) -> dict[str, str]:
         """Return what this rank called, in a form that is the same on ranks that call the same."""
         stated = {
+            "call": "safe_from_pretrained",
             "model_class": _name(self.model_class),
             "path": self.origin,
             "dtype": str(self.dtype),
@@ -111,7 +112,7 @@ class Request:
             "ignore_unexpected",
             "cast_inputs",
         )
-        return stated | {name: str(getattr(self, name)) for name in (*names, "ignore_unexpected")}
+        return stated | {name: str(getattr(self, name)) for name in names}
 
 
 def _name(thing: Any) -> str:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Payload", "Transfers"]
 
 Begin = Callable[[], "Work | None"]
-# Sent for one `go`, which costs a millisecond: the others learn of a failure after at most this much more, and what is
-# being read goes out in pieces of this size.
-_WINDOW_BYTES: Final = 128 * 1024**2
+_WINDOW_BYTES: Final = 64 * 1024**2  # at least, sent for one `go`: the source has all of it when the others go in
+_LONGEST_WINDOW_BYTES: Final = 1024**3  # at most: the others learn of a failure after this much more
+_RANK_WINDOW_BYTES: Final = 1024**2  # more for each rank, as each `go` is asked for by all of them
 _POLL_S: Final = (0.00005, 0.002)  # shortest and longest pause between two looks at a running collective
 _BLAME_S: Final = 10.0  # a broken collective waits this long for the reason, which the watch finds out
 
@@ -43,15 +43,15 @@ class _StuckError(Exception):
 class Payload:
     """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there.
 
-    `ready` is called on the source before the others are let into a bucket's collective: the place to wait.
+    `ready` waits, on the source, until `fill` need not: no rank is in a collective meanwhile, which would time out.
     """
 
     stage: str
     sizes_bytes: Sequence[int]
     fill: Callable[[int], torch.Tensor]
     take: Callable[[int, torch.Tensor], None]
+    ready: Callable[[int], None]
     device: str | torch.device
-    ready: Callable[[int], None] | None = None
 
 
 class Transfers:
@@ -91,8 +91,8 @@ class Transfers:
         failed: Exception | None = None
         stuck = False
         try:
-            for window in _windows(payload.sizes_bytes):
-                failed = self._await_bytes(payload, window, failed)
+            for window in _windows(payload.sizes_bytes, self._call.seat.size):
+                failed = self._get_ready(payload, window) if failed is None else failed
                 if not self._may_go_on(failed):
                     break
                 for index in window:
@@ -104,15 +104,13 @@ class Transfers:
             statement = self._failure_of(failed, payload.stage, stuck=stuck)
         self._call.gather(statement, lambda _: b"", failed, stuck=stuck)
 
-    def _await_bytes(self, payload: Payload, window: list[int], failed: Exception | None) -> Exception | None:
-        """On the source: wait for a window's bytes, while the others wait outside of any collective."""
-        if payload.ready is None or failed is not None or self._call.seat.rank != self._source_rank:
-            return failed
-        try:
-            for index in window:
-                payload.ready(index)
-        except Exception as error:
-            return self._note(error, payload.stage)
+    def _get_ready(self, payload: Payload, window: Sequence[int]) -> Exception | None:
+        if self._call.seat.rank == self._source_rank:
+            try:
+                for index in window:
+                    payload.ready(index)
+            except Exception as error:
+                return self._note(error, payload.stage)
         return None
 
     def _may_go_on(self, failed: Exception | None) -> bool:
@@ -216,11 +214,12 @@ def _checked(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
     return tensor
 
 
-def _windows(sizes_bytes: Sequence[int]) -> Iterator[list[int]]:
+def _windows(sizes_bytes: Sequence[int], ranks: int) -> Iterator[list[int]]:
+    longest_bytes = min(_WINDOW_BYTES + ranks * _RANK_WINDOW_BYTES, _LONGEST_WINDOW_BYTES)
     window: list[int] = []
     window_bytes = 0
     for index, size_bytes in enumerate(sizes_bytes):
-        if window and window_bytes + size_bytes > _WINDOW_BYTES:
+        if window and window_bytes + size_bytes > longest_bytes:
             yield window
             window, window_bytes = [], 0
         window.append(index)

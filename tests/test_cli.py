@@ -14,10 +14,20 @@ from safeload.errors import IntegrityError
 WHERE = ["--cache-dir", "--help", "--json", "--local-files-only", "--revision", "--subfolder", "--token", "--variant"]
 OPTIONS = {
     "demo": ["--help", "--json", "--ranks", "--tower"],
-    "verify": [*WHERE, "--allow-pickle", "--manifest", "--manifest-sha256"],
+    "verify": [
+        *WHERE,
+        "--allow-pickle",
+        "--certificate-chain",
+        "--manifest",
+        "--manifest-sha256",
+        "--public-key",
+        "--signature",
+    ],
     "lock": [*WHERE, "--allow-pickle", "--force", "--output"],
     "inspect": [*WHERE, "--model-class", "--tensors"],
     "doctor": ["--help", "--json", "--model", "--protected", "--strict"],
+    "run": ["--classes", "--help", "--json", "--module"],
+    "bench": ["--against", "--help", "--json", "--plot", "--ranks", "--rounds", "--size", "--tower", "--work"],
 }
 
 
