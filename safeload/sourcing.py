@@ -194,7 +194,8 @@ def source_tower(
         kept=kept,
         known=known if is_early else (),
     )
-    sourced.blocks = _blocks(sourced, shares=shares)
+    with stage("share"):
+        sourced.blocks = _blocks(sourced, shares=shares)
     return sourced
 
 
