@@ -139,12 +139,12 @@ def _share_between_nodes(
     ranks, load_plan = call.ranks, letter.load_plan
     leaders = [node[0] for node in choice.nodes]
     leads = ranks.rank in leaders
-    wire = payload_device(ranks, _CPU, choice.device_types)
 
     def receive() -> Blocks | None:
         if not leads:
             return blocks
         with ranks.among(leaders) as firsts:
+            wire = payload_device(firsts, _CPU, choice.device_types)  # a gloo group, whatever `ranks` is
             if sourced is not None:
                 ready = functools.partial(_wait_for_piece, sourced, firsts)
                 broadcast(firsts, load_plan, source=sourced.segments(), target=None, wire_device=wire, ready=ready)

@@ -239,7 +239,8 @@ def _protect(
         if verdict is None:
             filled.blocks.check_sealed()
         untouched = filled.blocks.map(filled.load_plan)  # a mapping of its own: the module's writes do not reach it
-        originals = functools.cache(lambda: tensors_of(filled.load_plan, untouched, device=_CPU))
+        make = functools.partial(tensors_of, filled.load_plan, untouched, device=_CPU)  # no reference to the module
+        originals = functools.cache(make)
     tower = protect(
         filled.module,
         name=type(filled.module).__name__,

@@ -157,6 +157,7 @@ def source_tower(
 
     Ranks: source only.
     """
+    kept.enter_context(_sharing_the_interpreter())
     with stage("seal"):
         opened = kept.enter_context(open_checkpoint(checkpoint, manifest, memory=request.memory))
     show = kept.enter_context(progress_bar(request.progress, f"{request.origin}: read and verify"))

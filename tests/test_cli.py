@@ -26,6 +26,8 @@ OPTIONS = {
     "lock": [*WHERE, "--allow-pickle", "--force", "--output"],
     "inspect": [*WHERE, "--model-class", "--tensors"],
     "doctor": ["--help", "--json", "--model", "--protected", "--strict"],
+    "run": ["--classes", "--help", "--json", "--module"],
+    "bench": ["--against", "--help", "--json", "--plot", "--ranks", "--rounds", "--size", "--tower", "--work"],
 }
 
 

@@ -130,24 +130,36 @@ def raise_foreign():
     raise ValueError("planted")
 
 
-@pytest.mark.parametrize("kind", ["typed", "foreign"])
+SHARED_TABLE = [row for row in TABLE if row[0] not in ("allocate", "broadcast")]
+SHARED_TABLE += [("share", "safeload.sharing.Answer.to_json", rank) for rank in (SOURCE, PEER)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "table"),
+    [
+        ("typed", "broadcast", TABLE),
+        ("foreign", "shared", SHARED_TABLE),
+        pytest.param("foreign", "broadcast", TABLE, marks=pytest.mark.slow),
+        pytest.param("typed", "shared", SHARED_TABLE, marks=pytest.mark.slow),
+    ],
+)
 @on_ranks(3, timeout_s=100)
-def test_an_exception_in_any_stage_on_any_rank(kind, tower, tmp_path):
+def test_an_exception_in_any_stage_on_any_rank(kind, transport, table, tower, tmp_path):
     import torch.distributed as dist
 
     use_temporary_folder(tmp_path)
-    load(tower)
+    load(tower, transport=transport)
     dist.barrier()
     before = leftovers()
     action = raise_typed if kind == "typed" else raise_foreign
-    for stage, work, rank in TABLE:
+    for stage, work, rank in table:
         at = f"{stage} on rank {rank}"
         began = time.monotonic()
         with (
             pytest.raises(SafeLoadError) as caught,
             fault(work, rank, action),
         ):
-            load(tower)
+            load(tower, transport=transport)
         error = caught.value
         assert time.monotonic() - began < PROMPT_S, at
         assert type(error).__name__ == ("IntegrityError" if kind == "typed" else "PeerError"), (at, error)
@@ -158,7 +170,7 @@ def test_an_exception_in_any_stage_on_any_rank(kind, tower, tmp_path):
         else:
             assert error.failures == {rank: "ValueError: planted"}, at
         del error, caught
-    load(tower)
+    load(tower, transport=transport)
     dist.barrier()
     assert not leftovers() - before
 
@@ -196,6 +208,33 @@ def kill(folder):
 def truncate(folder):
     """Make the mapped file shorter: the next page that is touched is not there."""
     os.truncate(folder / "model.safetensors", 4096)
+
+
+def be_killed_for_memory(folder):
+    """Take more memory than this process's control group may have: the kernel kills it, nothing can be caught."""
+    group = Path(os.environ["MEMORY_GROUP"])
+    limit = next(group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists())
+    limit.write_text(str(32 * 1024**2))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    kept = bytearray(512 * 1024**2)
+    for page in range(0, len(kept), 4096):
+        kept[page] = 1
+    raise AssertionError("the limit did not hold")
+
+
+@pytest.fixture
+def memory_group(tmp_path):
+    """Make a control group for memory, of either version; skip where that is not permitted."""
+    for root in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        group = root / f"safeload-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            if (group / "memory.limit_in_bytes").exists() or (group / "memory.max").exists():
+                yield group
+                group.rmdir()
+                return
+            group.rmdir()
+    pytest.skip("no control group for memory can be made here")
 
 
 def take_memory(folder):
@@ -275,6 +314,15 @@ def test_a_rank_without_memory_left(work, rank, tower, tmp_path):
         assert result.value["rank"] == rank
         assert "MemoryError" in result.value["text"]
         assert result.value["seconds"] < PROMPT_S
+
+
+@pytest.mark.parametrize("rank", [SOURCE, PEER])
+def test_a_rank_that_the_kernel_kills_for_its_memory(rank, tower, tmp_path, memory_group):
+    work = {SOURCE: SOURCE_STAGES["build"], PEER: PEER_STAGES["allocate"]}[rank]
+    planned, env = (work, rank, be_killed_for_memory), {"MEMORY_GROUP": str(memory_group)}
+    results = run_on_ranks(3, meet_end, tmp_path, tower, planned, env=env)
+    assert results[rank].exit_status == -signal.SIGKILL, results[rank].describe()
+    check_survivors(results, rank)
 
 
 @on_ranks(2, group_timeout_s=5, timeout_s=60)

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import os
 import re
 import shlex
 from pathlib import Path
@@ -69,6 +70,13 @@ def surroundings(folder):
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
     )
     config.mm_vision_tower = folder
+
+    class ThirdPartyModel(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.vision_tower = transformers.CLIPVisionModel.from_pretrained(config.mm_vision_tower)
+
+    os.chdir(Path(folder).parent)
     torch.manual_seed(0)
     ids = torch.randint(100, (1, 8))
     # first, since it resets what Accelerator has set up
@@ -76,6 +84,7 @@ def surroundings(folder):
     return {
         "CLIPVisionModel": transformers.CLIPVisionModel,
         "LlamaForCausalLM": transformers.LlamaForCausalLM,
+        "ThirdPartyModel": ThirdPartyModel,
         "Trainer": transformers.Trainer,
         "__name__": "readme",
         "accelerator": Accelerator(cpu=True),

@@ -103,6 +103,26 @@ def test_a_library_that_maps_weights_runs_while_they_are_read(tmp_path, dtype):
     assert road.value == [transformers.__version__ >= "5"]
 
 
+def _let_go(folder):
+    import gc
+    import weakref
+
+    gc.disable()
+    tower = _load(folder, device="cpu")
+    tower(torch.zeros(1, 3, 32, 32))
+    gone = weakref.ref(tower)
+    del tower
+    assert gone() is None  # at once: no cycle waits for the collector with gigabytes in hand
+    with open("/proc/self/maps") as maps:
+        assert "memfd:safeload" not in maps.read()
+
+
+@pytest.mark.parametrize("store", ["file", "none"])
+def test_a_tower_that_is_let_go_gives_its_memory_back(tmp_path, store):
+    results = run_on_ranks(2 if store == "file" else 1, _let_go, clip_folder(tmp_path / "tower"), store=store)
+    assert all(result.ok for result in results), results[0].describe()
+
+
 def _part_of_a_file(folder):
     from safeload import load_report
 

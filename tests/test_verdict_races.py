@@ -37,10 +37,9 @@ def _use(folder):
     from safeload import check_towers
 
     tower = _load(folder, verdict="first_use")
-    began = time.monotonic()
-    check = check_towers(tower)  # waits for the verdict, too
+    check = check_towers(tower)  # waits for the verdict, too, where the library could build before it
     assert tower(torch.zeros(1, 3, 32, 32)).pooler_output.isfinite().all()
-    return check.ranks, time.monotonic() - began
+    return check.ranks
 
 
 def _use_late(folder):
@@ -56,8 +55,7 @@ def test_reading_may_go_on_long_after_the_call(tmp_path, size):
     folder = clip_folder(tmp_path / "tower")
     results = run_on_ranks(size, _use_late, folder, store="none" if size == 1 else "file")
     assert all(result.ok for result in results), results[0].describe() + results[-1].describe()
-    assert all(result.value[0] == size for result in results)
-    assert all(result.value[1] > 1 for result in results)
+    assert all(result.value == size for result in results)
 
 
 def _use_in_threads(folder):
