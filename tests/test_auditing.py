@@ -232,5 +232,5 @@ def test_single_file(tmp_path):
     with pytest.raises(SafeLoadError, match="ambiguous"):
         inspect_checkpoint(tmp_path)
     shutil.copy(tmp_path / "tower.safetensors", tmp_path / "tower.bin")
-    with pytest.raises(SourceError, match=r"not a \.safetensors file"):
+    with pytest.raises(SourceError, match="a pickle file"):
         inspect_checkpoint(tmp_path / "tower.bin")
