@@ -11,7 +11,14 @@ import pytest
 
 from safeload.auditing import inspect_checkpoint, verify_checkpoint, write_lock
 from safeload.cli import main
-from safeload.errors import CheckpointError, IntegrityError, SafeLoadError, SourceError, UnsafeFormatError, UnverifiedError
+from safeload.errors import (
+    CheckpointError,
+    IntegrityError,
+    SafeLoadError,
+    SourceError,
+    UnsafeFormatError,
+    UnverifiedError,
+)
 from safeload.locking import parse_lock
 from safeload.resolving import resolve
 from safeload.verifying import UnverifiedWarning
