@@ -1,14 +1,13 @@
 """Move the payload over the process group: bytes in buckets of bounded size, straight into their final memory.
 
 Large segments are sent in place, slice by slice, from the source's own memory into the receiver's final memory. Small
-ones are packed into one staging bucket, since a collective costs more than copying a few kilobytes. One path for
-every dtype and
-backend: everything is uint8.
+ones are packed into one staging bucket, since a collective costs more than copying a few kilobytes. One path for every
+dtype and backend: everything is uint8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,18 +63,23 @@ def buckets(load_plan: LoadPlan, *, bucket_bytes: int = BUCKET_BYTES) -> Iterato
         yield tuple(packed)
 
 
-def payload_device(group: Group, device: torch.device) -> torch.device:
-    """Return where the buckets travel: the tower's own device where the backend serves it, else one that it does.
+def payload_device(group: Group, device: torch.device, device_types: Collection[str]) -> torch.device:
+    """Return where the buckets travel: on the type of device that all ranks want and the group serves, else on another.
+
+    One type on every rank: a group like `cpu:gloo,cuda:nccl` has a backend for each, which never meet.
 
     Args:
         group: The ranks.
         device: Where the tower lives on this rank.
+        device_types: The types of device that the tower lives on, on all ranks.
 
-    Ranks: local.
+    Ranks: local; the same type on every rank.
     """
-    if device.type in group.devices or not group.devices:
+    if not group.devices:
         return device
-    return torch.device(group.devices[0])
+    (wanted, *others) = sorted(device_types)
+    chosen = wanted if not others and wanted in group.devices else group.devices[0]
+    return device if device.type == chosen else torch.device(chosen)
 
 
 def broadcast(
@@ -84,9 +88,8 @@ def broadcast(
     *,
     source: tuple[torch.Tensor, ...] | None,
     target: tuple[torch.Tensor, ...] | None,
-    device: torch.device,
-    ready: Callable[[Piece], None] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
+    wire_device: torch.device,
+    ready: Callable[[Piece], None] = lambda piece: None,
 ) -> None:
     """Send every segment from the source rank to the others.
 
@@ -95,9 +98,8 @@ def broadcast(
         load_plan: The source's plan, the same on every rank.
         source: On the source rank the bytes to send, on the cpu; elsewhere None.
         target: Where this rank wants them; None where the source keeps its own memory.
-        device: Where the tower lives on this rank.
+        wire_device: Where the buckets travel, from `payload_device`.
         ready: On the source: called with a piece before its bytes are taken, to wait for them.
-        on_bytes: Called with the number of bytes after each bucket.
 
     Raises:
         PeerError: A rank failed or was lost meanwhile; on every rank.
@@ -107,24 +109,23 @@ def broadcast(
     if group.size == 1 and target is None:
         return  # one process keeps what it has loaded
     cut = tuple(buckets(load_plan))
-    travel = payload_device(group, device)
+
+    def wait(index: int) -> None:
+        for piece in cut[index]:
+            ready(piece)
 
     def fill(index: int) -> torch.Tensor:
-        wire = _wire(cut[index], target if target is not None else source, travel)
+        wire = _wire(cut[index], target if target is not None else source, wire_device)
         for piece, part in _parts(cut[index], wire) if source is not None else ():
-            if ready is not None:
-                ready(piece)
             _copy(part, _slice(source, piece))
         return wire
 
     def take(index: int, wire: torch.Tensor) -> None:
         for piece, part in _parts(cut[index], wire) if target is not None else ():
             _copy(_slice(target, piece), part)
-        if on_bytes is not None:
-            on_bytes(wire.numel())
 
     sizes_bytes = [sum(piece.size_bytes for piece in bucket) for bucket in cut]
-    group.stream("broadcast", sizes_bytes, fill, take, device=travel)
+    group.stream("broadcast", sizes_bytes, fill, take, ready=wait, device=wire_device)
 
 
 def _slice(segments: tuple[torch.Tensor, ...] | None, piece: Piece) -> torch.Tensor:

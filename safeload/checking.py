@@ -101,6 +101,7 @@ class _Seen:
 
 def _look(name: str, tower: nn.Module) -> _Seen:
     protection = tower_state(tower)
+    protection.settle()
     changes = _changed_modules(tower, protection)
     changes |= {kept.name: how for kept in protection.kept if (how := altered(kept)) is not None}
     for key, how in overwritten(protection, depth="full").items():
@@ -184,11 +185,14 @@ def check_towers(
         TowerChangedError: Every replaced, cast, moved, sharded, emptied or overwritten tensor, what happened and on
             which ranks. The same error on every rank.
         ProtectionError: The model has no protected tower.
+        MismatchedCallError: Another rank of the group called something else.
+        SafeLoadError: A tower's verdict was still out (`verdict="first_use"`), and it is not the expected one.
 
     Ranks: called on every rank of `group`, in the same order.
     """
     start = time.perf_counter()
     with join_group(group, timeout=timeout) as ranks:
+        ranks.start({"call": "check_towers"})
         mine = ranks.agree("check", lambda: _look_at_all(model))
         seconds = time.perf_counter() - start
         changes = _compare([_from_bytes(letter) for letter in ranks.gather_bytes("compare", _to_bytes(mine))])

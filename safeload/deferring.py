@@ -33,6 +33,7 @@ from safeload.headers import Header
 from safeload.mapping import Arena, Mapped, mapped_now, view
 from safeload.planning import LoadPlan, plan, reorder, segment_views
 from safeload.sealing import SealedCheckpoint
+from safeload.staging import stage
 
 __all__ = ["Built", "Place", "build_on", "build_while_reading"]
 
@@ -89,7 +90,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._elsewhere: set[int] = set()
         self._searches = 0
         self.looked = False
-        self.cast: list[torch.Tensor] = []  # keeps their mapping, so that the kernel can be asked about it
+        self.cast: list[torch.UntypedStorage] = []  # keeps their mapping, so that the kernel can be asked about it
         self.casts: list[list[Cast]] = [[] for _ in fds]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +132,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         number, begin = found
         end = begin + tensor.numel() * tensor.element_size()
-        self.cast.append(tensor)
+        self.cast.append(tensor.untyped_storage())  # not the tensor: a cast in place gives it another storage
         self.casts[number].append(
             Cast(begin=begin, end=end, source_dtype=tensor.dtype, target=target, target_dtype=dtype)
         )
@@ -229,6 +230,9 @@ def build_while_reading(
         if mode is not None:
             _refuse_dependent(load_plan, comes_from)
             mode.refuse_looked(filling, contents)
+    except MemoryError:
+        arena.close()
+        raise
     except Exception:  # told again by the second run, if it is not that the weights were missing
         arena.close()
         return None
@@ -270,12 +274,14 @@ def build_on(build: Callable[[SealedCheckpoint], nn.Module], sealed: SealedCheck
     """
     module = build(sealed)
     if not shares:
-        load_plan = plan(module)
+        with stage("plan"):
+            load_plan = plan(module)
         nothing = (None,) * len(load_plan.segments)
         return Built(module=module, load_plan=load_plan, places=None, comes_from=nothing, arena=None)
     arena = Arena(_SPARE_BYTES)
     try:
-        load_plan, places = _survey(module, [file.fd for file in sealed.weight_files], arena)
+        with stage("plan"):
+            load_plan, places = _survey(module, [file.fd for file in sealed.weight_files], arena)
     except BaseException:
         arena.close()
         raise

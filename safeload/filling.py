@@ -310,6 +310,8 @@ class Filling:
         file = target.file
         hasher = ChunkHasher() if self._chunks else None
         watches = header_watches(file)
+        if hasattr(os, "posix_fadvise"):  # cold files: let the kernel read far ahead
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         digests = copy_hashed(
             file,
             target,

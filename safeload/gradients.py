@@ -11,12 +11,14 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
+from safeload.group import join_group
 from safeload.measuring import count_decades, local_gradient, measure_all
 from safeload.rewrapping import local_part, whole_shapes
 from safeload.walking import ParameterRow, is_lazy, parameter_rows
@@ -107,7 +109,12 @@ class GradientReport:
 
 
 def gradient_report(
-    model: nn.Module, *, histogram: bool = False, grad_scaler: Any = None, group: Any = None
+    model: nn.Module,
+    *,
+    histogram: bool = False,
+    grad_scaler: Any = None,
+    group: Any = None,
+    timeout: timedelta = timedelta(minutes=10),
 ) -> GradientReport:
     """Look at the gradients of a model after `backward`, on this rank.
 
@@ -116,13 +123,29 @@ def gradient_report(
         histogram: Count magnitudes by decade as well; needs one float32 copy of one gradient at a time.
         grad_scaler: The scaler whose scale the gradients still carry, to show them without it. Leave it out once
             `unscale_` was called (`accelerator.clip_grad_norm_` does).
-        group: A `safeload.group.Group`. Its ranks' reports are put together, so that rows speak of whole gradients.
+        group: A process group (`torch.distributed.group.WORLD`) or one-dimensional mesh. Its ranks' reports are put
+            together, so that rows speak of whole gradients. None looks at this rank alone.
+        timeout: How long the ranks of `group` wait for each other.
 
     Returns:
         A row for each parameter that requires grad or has a gradient, sick ones first, then by norm.
 
+    Raises:
+        SafeLoadError: With `group`, on every rank: another rank failed, was lost, or called something else.
+
     Ranks: local without `group`, also when other ranks do not call it; with it, called on every rank of the group.
     """
+    if group is None:
+        return _local_report(model, histogram=histogram, grad_scaler=grad_scaler)
+    with join_group(group, timeout=timeout) as ranks:
+        ranks.start({"call": "gradient_report"})
+        mine = ranks.agree("look", lambda: _local_report(model, histogram=histogram, grad_scaler=grad_scaler))
+        return merge_reports(
+            GradientReport.from_json(text) for text in ranks.gather_bytes("gradients", mine.to_json().encode())
+        )
+
+
+def _local_report(model: nn.Module, *, histogram: bool, grad_scaler: Any) -> GradientReport:
     rows = [row for row in parameter_rows(model) if row.parameter.requires_grad or row.parameter.grad is not None]
     held = [local_gradient(row.parameter) for row in rows]
     numbers = measure_all(held)
@@ -132,12 +155,7 @@ def gradient_report(
         _row(row, whole.get(id(row.parameter), _shape(row)), gradient, values, scale=scale, histogram=histogram)
         for row, gradient, values in zip(rows, held, numbers, strict=True)
     )
-    report = GradientReport(rows=_sorted(made), scale=scale)
-    if group is None:
-        return report
-    return merge_reports(
-        GradientReport.from_json(text) for text in group.gather_bytes("gradients", report.to_json().encode())
-    )
+    return GradientReport(rows=_sorted(made), scale=scale)
 
 
 def merge_reports(reports: Iterable[GradientReport]) -> GradientReport:

@@ -191,6 +191,7 @@ class Group:
         fill: Callable[[int], torch.Tensor],
         take: Callable[[int, torch.Tensor], None],
         *,
+        ready: Callable[[int], None] = lambda index: None,
         device: str | torch.device = "cpu",
     ) -> None:
         """Broadcast buckets one after another; a failure on a living rank stops all of them in step.
@@ -201,6 +202,7 @@ class Group:
             fill: From the number of a bucket to its tensor: `[size]` uint8, holding the bytes on the source, and to be
                 received into on the others.
             take: Called with number and tensor once the bytes are there, on every rank.
+            ready: On the source: waits until `fill` of a bucket need not; for longer than the group's timeout, too.
             device: Where the buckets are.
 
         Raises:
@@ -211,6 +213,7 @@ class Group:
 
         def run() -> None:
             for index in range(len(sizes_bytes)):
+                ready(index)
                 take(index, fill(index))
 
         self.agree(stage, run)

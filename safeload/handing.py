@@ -119,6 +119,8 @@ def take(address: str, count: int, *, timeout: timedelta) -> list[int]:
             while len(fds) < count and time.monotonic() < deadline:
                 data, received, _, _ = socket.recv_fds(connection, 1, _BATCH)
                 fds += received
+                for fd in received:
+                    os.set_inheritable(fd, False)  # recv_fds of Python drops its flags, MSG_CMSG_CLOEXEC too
                 if not data:
                     break
     except OSError as error:

@@ -57,6 +57,7 @@ DTYPE_BITS: Final[Mapping[str, int]] = MappingProxyType(
 
 _AGAIN: Final = " Download it again."
 _LENGTH_BYTES: Final = 8
+_SNIFFED_BYTES: Final = 512  # enough to tell what was put in place of weights
 _MAX_DIMENSIONS: Final = 64
 _TENSOR_KEYS: Final = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -147,7 +148,8 @@ def _parse_entries(raw: bytes, *, path: str) -> tuple[list[TensorEntry], dict[st
     if raw.count(b'"dtype"') <= MAX_TENSORS:  # counted first: a million entries take seconds to parse
         value = parse_json(raw, path=f"{path} (header)")
         metadata = value.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        texts = [*metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
+        if not all(isinstance(text, str) and is_text(text) for text in texts):
             raise CheckpointError(f"{path}: __metadata__ is not an object of text to text.", path=path)
         if len(value) <= MAX_TENSORS:
             entries = (_entry(name, entry, path) for name, entry in value.items())
@@ -182,7 +184,8 @@ class HeaderWatch:
         """Watch the file of this name and size."""
         self._path, self._size_bytes = path, size_bytes
         self._start = bytearray()
-        self._wanted_bytes = _LENGTH_BYTES
+        self._wanted_bytes = min(_SNIFFED_BYTES, size_bytes)
+        self._is_sized = False
         self._result: Header | CheckpointError | None = None
 
     def add(self, chunk: memoryview) -> None:
@@ -196,15 +199,21 @@ class HeaderWatch:
         """
         if self._result is not None:
             return
-        if not self._start:
-            length = parse_header_size(bytes(chunk[:512]), path=self._path, size_bytes=self._size_bytes)
-            self._wanted_bytes = _LENGTH_BYTES + length
-        self._start += chunk[: self._wanted_bytes - len(self._start)]
-        if len(self._start) == self._wanted_bytes:
+        wanted = self._take(chunk)
+        if not self._is_sized and len(self._start) == self._wanted_bytes:
+            length = parse_header_size(bytes(self._start), path=self._path, size_bytes=self._size_bytes)
+            self._wanted_bytes, self._is_sized = _LENGTH_BYTES + length, True
+            self._take(chunk[wanted:])
+        if self._is_sized and len(self._start) >= self._wanted_bytes:
             self._parse()
 
+    def _take(self, chunk: memoryview) -> int:
+        wanted = max(0, self._wanted_bytes - len(self._start))
+        self._start += chunk[:wanted]
+        return wanted
+
     def _parse(self) -> None:
-        raw = bytes(self._start[_LENGTH_BYTES:])
+        raw = bytes(self._start[_LENGTH_BYTES : self._wanted_bytes])
         try:
             tensors, metadata = _parse_entries(raw, path=self._path)
         except CheckpointError as error:

@@ -6,6 +6,7 @@ or emptied later can be put back from it without reading anything again.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from safeload.errors import ProtectionError
+from safeload.errors import ProtectionError, SafeLoadError
 from safeload.fingerprinting import fingerprint, glimpse
 
 __all__ = ["PLAIN", "RECORD", "TABLES", "Kept", "Originals", "Protection", "keep", "rebase", "record_of", "version_of"]
@@ -57,7 +58,8 @@ class Protection:
     `report` is free for the loader: what `load_report` returns. `mended` lists, in order, what was put back and why.
     `conflicts` lists checkpoint keys that brought other values for the tower. `originals` gives the verified tensors
     by name where they are also in memory that the module does not use. `verdict` waits until the tower's bytes have
-    been verified, and raises where they are not the expected ones; None where that is over.
+    been verified, and raises where they are not the expected ones; None where that is over. `refused` is what it
+    raised; `settling` lets one thread ask.
     """
 
     name: str
@@ -70,16 +72,29 @@ class Protection:
     conflicts: list[str] = field(default_factory=list)
     originals: Originals | None = None
     verdict: Callable[[], None] | None = None
+    refused: SafeLoadError | None = None
+    settling: Any = field(default_factory=threading.RLock)
 
     def settle(self) -> None:
-        """Wait for the verdict, if it is still out. What it raises it raises again at every use.
+        """Wait for the verdict, if it is still out. It is asked for once, and what it raises is raised at every use.
 
         Raises:
             SafeLoadError: The tower's bytes are not the expected ones, or could not be verified.
         """
         if self.verdict is not None:
-            self.verdict()
-            self.verdict = None
+            with self.settling:
+                self._settle()
+
+    def _settle(self) -> None:
+        if self.refused is not None:
+            raise self.refused.with_traceback(None)
+        try:
+            if self.verdict is not None:  # another thread may have been first
+                self.verdict()
+        except SafeLoadError as error:
+            self.refused = error
+            raise
+        self.verdict = None
 
     @property
     def fingerprints(self) -> dict[str, str]:

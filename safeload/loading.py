@@ -9,36 +9,29 @@ from __future__ import annotations
 import functools
 import json
 import os
-import tempfile
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
 from safeload.ambient import plain_tensors
-from safeload.broadcasting import Piece, broadcast
-from safeload.building import build_peer
 from safeload.casting import install_boundary_casts, install_boundary_errors
-from safeload.chunking import ChunkList
-from safeload.errors import ProtectionError, SafeLoadError
+from safeload.delivering import Call, Filled, deliver
+from safeload.errors import ProtectionError
 from safeload.group import Group, join_group
-from safeload.handing import node_key
-from safeload.placing import allocate, check_module, place, tensors_of
-from safeload.planning import LoadPlan
+from safeload.placing import tensors_of
+from safeload.promising import Promise
 from safeload.protecting import protect, tower_state
-from safeload.recipes import Recipe
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
-from safeload.requesting import Request
+from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
-from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
 from safeload.sourcing import Sourced, compare_chunks, source_tower
 from safeload.verifying import expect
 
@@ -46,53 +39,6 @@ __all__ = ["load_report", "safe_from_pretrained"]
 
 _CPU: Final = torch.device("cpu")
 _PENDING: Final = {"verdict": "pending", "digest": "", "provenance": "", "provenance_detail": "", "files": {}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Letter:
-    """What the source tells the other ranks before the payload: JSON only. `layout` is what it offers to share."""
-
-    recipe: Recipe
-    load_plan: LoadPlan
-    layout: Layout | None
-    known: tuple[ChunkList | None, ...] = ()
-
-    def to_json(self) -> bytes:
-        layout = None if self.layout is None else self.layout.to_fields()
-        parts = {"recipe": self.recipe.to_json().decode(), "plan": self.load_plan.to_json().decode()}
-        known = [chunks.to_fields() for chunks in self.known if chunks is not None]
-        return json.dumps({**parts, "layout": layout, "known": known}).encode()
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> _Letter:
-        fields = json.loads(raw)
-        return cls(
-            recipe=Recipe.from_json(fields["recipe"]),
-            load_plan=LoadPlan.from_json(fields["plan"]),
-            layout=None if fields["layout"] is None else Layout.from_fields(fields["layout"]),
-            known=tuple(map(ChunkList.from_fields, fields["known"])),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One call of `safe_from_pretrained` on this rank; what is entered into `kept` ends with it."""
-
-    request: Request
-    ranks: Group
-    clock: StageClock
-    kept: ExitStack
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Filled:
-    """A rank's module, its tensors in place; `blocks` is the memory behind them where it is shared."""
-
-    module: nn.Module
-    load_plan: LoadPlan
-    choice: Choice
-    blocks: Blocks | None
-    known: tuple[ChunkList | None, ...] = ()
 
 
 def safe_from_pretrained(
@@ -120,7 +66,7 @@ def safe_from_pretrained(
     manifest_sha256: str | None = None,
     allow_pickle: bool = False,
     progress: bool | None = None,
-    ignore_unexpected: Sequence[str] = (),
+    ignore_unexpected: str | Sequence[str] = (),
     cast_inputs: bool = False,
     **model_kwargs: Any,
 ) -> nn.Module:
@@ -144,15 +90,19 @@ def safe_from_pretrained(
         token: For private and gated repositories.
         local_files_only: Make no request.
         dtype: None or "auto" is as stored; a floating torch dtype or its name casts once, on the source, before
-            anything is sent.
+            anything is sent. `torch_dtype` is taken for it, as by `from_pretrained`.
         device: Where the tower lives on this rank. None is this process's accelerator if there is one, else the cpu.
         group: The process group; None is the default one. Without a process group one process loads for itself.
         source_rank: Rank within `group` that reads the checkpoint.
         transport: "shared" makes one copy a node, which its ranks map; "broadcast" sends the bytes with
             torch.distributed to every rank; "auto" shares where all ranks are on one node and want the tower on the
             cpu, else broadcasts. "shared" falls back to "broadcast" where ranks share no kernel: the report says why.
-        memory: "sealed" copies the verified bytes once into memory that nobody can change; "mapped" maps the verified
-            file itself, for storage that nobody writes to.
+        memory: "sealed": the verified bytes are copied once into memory that nobody can change. The bytes in the
+            tensors are the bytes that were hashed, whatever happens to the files; none of them is ever mapped, they are
+            read from beginning to end, as network file systems like it. "mapped": nothing is copied, the very
+            file that was hashed is mapped, for storage that nobody writes to. The load fails where the file changed
+            while it was hashed, and replacing it by name is harmless; but what is written into it later shows in the
+            tensors, and who cuts it short kills the process.
         timeout: How long the ranks wait for each other to come, and again for the whole load to end.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
@@ -190,7 +140,7 @@ def safe_from_pretrained(
         model_class=model_class,
         path=pretrained_model_name_or_path,
         config=config,
-        dtype=dtype,
+        dtype=model_kwargs.pop("torch_dtype", None) if dtype is None else dtype,
         device=device,
         where={
             "revision": revision,
@@ -209,7 +159,7 @@ def safe_from_pretrained(
         manifest_sha256=manifest_sha256,
         allow_pickle=allow_pickle,
         progress=progress,
-        ignore_unexpected=tuple(ignore_unexpected),
+        ignore_unexpected=patterns(ignore_unexpected),
         cast_inputs=cast_inputs,
         model_kwargs=model_kwargs,
     )
@@ -219,11 +169,12 @@ def safe_from_pretrained(
         ExitStack() as kept,
     ):
         meter = kept.enter_context(MemoryMeter())
-        call = _Call(request=request, ranks=ranks, clock=StageClock(), kept=kept)
+        call = Call(request=request, ranks=ranks, clock=StageClock(), kept=kept)
         ranks.start(request.statement())
         ranks.agree("arguments", request.check)
         sourced = _load_on_source(call)
-        filled = _fill_every_rank(call, sourced)
+        filled = deliver(call, sourced)
+        meter.end()  # everything is in place: while the verdict is waited for
         if request.verdict == "first_use":
             return _return_early(call, filled, sourced, meter)
         with call.clock.stage("verify"):
@@ -233,7 +184,7 @@ def safe_from_pretrained(
         return ranks.agree("protect", lambda: _protect(filled, request, report))
 
 
-def _compare_chunks(ranks: Group, filled: _Filled) -> bool | None:
+def _compare_chunks(ranks: Group, filled: Filled) -> bool | None:
     """Split the known chunks among the node's ranks; None where there are none, or they are not shared."""
     if not filled.known or filled.blocks is None:
         return None
@@ -242,44 +193,54 @@ def _compare_chunks(ranks: Group, filled: _Filled) -> bool | None:
     return all(said == b"+" for said in ranks.gather_bytes("chunks", b"+" if agree else b"-"))
 
 
-def _return_early(call: _Call, filled: _Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
+def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
     """Return the tower before the verdict; its first use waits for it."""
-    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced), sourced)
+    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced, wait=False), sourced)
     promise = call.ranks.promise()
-    if sourced is not None:
-        owned = sourced.kept = call.kept.pop_all()  # what the reading needs lives until the verdict
-
-        def finish() -> Mapping[str, Any]:
-            with owned:
-                sourced.finish()
-                return sourced.verified_facts()
-
-        threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
+    kept = ExitStack()  # descriptors of the shared memory, to see that it was sealed
     blocks = filled.blocks if sourced is None else None
-    kept = call.kept.pop_all()  # descriptors of the shared memory, to see that it was sealed
+    module = weakref.ref(filled.module)
 
     def wait() -> None:
-        facts = promise.wait()
         with kept:
+            facts = promise.wait()
             if blocks is not None:
                 blocks.check_sealed()
-        module = tower()
-        if module is not None:
-            tower_state(module).report = replace(report, **facts)
+        found = module()
+        if found is not None:
+            tower_state(found).report = replace(report, **facts)
 
-    tower = weakref.ref(filled.module)
-    return call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    tower = call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    if sourced is None:
+        kept.push(call.kept.pop_all())
+        weakref.finalize(tower, kept.close)  # a tower may be dropped before it is used
+    else:  # not before `_protect` has mapped what the end of the reading closes
+        _finish_behind(sourced, promise, owned=call.kept.pop_all())
+    return tower
+
+
+def _finish_behind(sourced: Sourced, promise: Promise, *, owned: ExitStack) -> None:
+    """Read and verify to the end in a thread; `owned`, what the reading needs, lives until then."""
+    sourced.kept = owned
+
+    def finish() -> Mapping[str, Any]:
+        with owned:
+            sourced.finish()
+            return sourced.verified_facts()
+
+    threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
 
 
 def _protect(
-    filled: _Filled, request: Request, report: LoadReport, *, verdict: Callable[[], None] | None = None
+    filled: Filled, request: Request, report: LoadReport, *, verdict: Callable[[], None] | None = None
 ) -> nn.Module:
     originals = None
     if filled.blocks is not None:
         if verdict is None:
             filled.blocks.check_sealed()
         untouched = filled.blocks.map(filled.load_plan)  # a mapping of its own: the module's writes do not reach it
-        originals = functools.cache(lambda: tensors_of(filled.load_plan, untouched, device=_CPU))
+        make = functools.partial(tensors_of, filled.load_plan, untouched, device=_CPU)  # no reference to the module
+        originals = functools.cache(make)
     tower = protect(
         filled.module,
         name=type(filled.module).__name__,
@@ -312,7 +273,7 @@ def load_report(tower: nn.Module) -> LoadReport:
     return report
 
 
-def _load_on_source(call: _Call) -> Sourced | None:
+def _load_on_source(call: Call) -> Sourced | None:
     """Run every stage that touches the checkpoint; the other ranks wait and learn of a failure."""
     request, ranks = call.request, call.ranks
 
@@ -345,163 +306,11 @@ def _load_on_source(call: _Call) -> Sourced | None:
     return sourced
 
 
-def _fill_every_rank(call: _Call, sourced: Sourced | None) -> _Filled:
-    """Construct on the other ranks, move the bytes, put them in place; they may still be on their way."""
-    request, ranks, clock = call.request, call.ranks, call.clock
-    with clock.stage("plan"):
-        letter = _read_letter(ranks, sourced)
-    with clock.stage("build"):
-        device = ranks.agree("device", lambda: _device(request.device))
-        module = ranks.agree("build", lambda: sourced.module if sourced else _build_peer(request, letter))
-    with clock.stage("share"):
-        blocks, choice = _take_over(request, ranks, letter, device, sourced)
-    if blocks is not None and sourced is None:
-        call.kept.callback(blocks.close)
-    load_plan = letter.load_plan
-    if choice.transport == "shared":
-        if len(choice.nodes) > 1:
-            with clock.stage("broadcast"):
-                blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
-        return _place_shared(call, module, letter, choice, blocks)
-    filled = _Filled(module=module, load_plan=load_plan, choice=choice, blocks=None)
-    _broadcast(call, filled, device, sourced)
-    return filled
-
-
-def _place_shared(call: _Call, module: nn.Module, letter: _Letter, choice: Choice, blocks: Blocks | None) -> _Filled:
-    if blocks is None:
-        raise AssertionError("sharing was chosen without memory to share")
-    with call.clock.stage("place"):
-        call.ranks.agree("place", lambda: place(module, letter.load_plan, blocks.map(letter.load_plan), device=_CPU))
-    known = letter.known if len(choice.nodes) == 1 else ()
-    return _Filled(module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, known=known)
-
-
-def _share_between_nodes(
-    call: _Call, letter: _Letter, choice: Choice, blocks: Blocks | None, sourced: Sourced | None
-) -> Blocks | None:
-    """Broadcast from the source to the first rank of every other node, which offers what it got to its neighbours."""
-    ranks, load_plan = call.ranks, letter.load_plan
-    leaders = [node[0] for node in choice.nodes]
-    leads = ranks.rank in leaders
-
-    def receive() -> Blocks | None:
-        if not leads:
-            return blocks
-        with ranks.among(leaders) as firsts:
-            if sourced is not None:
-                ready = functools.partial(_wait_for_piece, sourced, firsts)
-                broadcast(firsts, load_plan, source=sourced.segments(), target=None, device=_CPU, ready=ready)
-                return blocks
-            return receive_blocks(
-                load_plan,
-                lambda target: broadcast(firsts, load_plan, source=None, target=target, device=_CPU),
-                call.kept,
-            )
-
-    got = ranks.agree("broadcast", receive)
-    mine = got.layout.to_fields() if leads and got is not None and sourced is None else None
-    offers = [json.loads(raw) for raw in ranks.gather_bytes("offers", json.dumps(mine).encode())]
-    node = next(node for node in choice.nodes if ranks.rank in node)
-
-    def take() -> Blocks | None:
-        if leads or node[0] == leaders[0]:
-            return got
-        taken, answer = take_over(Layout.from_fields(offers[node[0]]), device=_CPU)
-        if taken is None:
-            raise SafeLoadError(f"no memory from rank {node[0]}: {answer.problem}; use transport='broadcast'")
-        call.kept.callback(taken.close)
-        return taken
-
-    return ranks.agree("take", take)
-
-
-def _wait_for_piece(sourced: Sourced, ranks: Group, piece: Piece) -> None:
-    sourced.wait_for(piece.segment, piece.stop, ranks.check)
-
-
-def _read_letter(ranks: Group, sourced: Sourced | None) -> _Letter:
-    own = None
-    if sourced is not None:
-        layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
-        own = _Letter(
-            recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, known=sourced.known if layout else ()
-        )
-    raw = ranks.send_bytes("plan", own.to_json() if own else None)
-    return ranks.agree("plan", lambda: own or _Letter.from_json(raw))
-
-
-def _take_over(
-    request: Request, ranks: Group, letter: _Letter, device: torch.device, sourced: Sourced | None
-) -> tuple[Blocks | None, Choice]:
-    """Take the node's memory over where that can be done on every rank, and choose the transport."""
-    blocks, answer = sourced.blocks if sourced else None, Answer(device=str(device), node=node_key(), has_blocks=False)
-    if sourced is not None:
-        answer = replace(answer, has_blocks=blocks is not None)
-    elif letter.layout is not None:
-        blocks, answer = take_over(letter.layout, device=device)
-    answers = [Answer.from_json(raw) for raw in ranks.gather_bytes("share", answer.to_json())]
-    return blocks, choose(request.transport, answers, source_rank=ranks.source_rank)
-
-
-def _broadcast(call: _Call, filled: _Filled, device: torch.device, sourced: Sourced | None) -> None:
-    ranks, clock, load_plan = call.ranks, call.clock, filled.load_plan
-    with clock.stage("allocate"):
-        moves = not ranks.is_source or device != _CPU  # the source keeps its own memory where that is on the cpu
-        target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
-        source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
-    with clock.stage("broadcast"):
-        ready = None if sourced is None else functools.partial(_wait_for_piece, sourced, ranks)
-        broadcast(ranks, load_plan, source=source, target=target, device=device, ready=ready)
-    with clock.stage("place"):
-        final = source if target is None and sourced and sourced.blocks else target
-        ranks.agree(
-            "place", lambda: place(filled.module, load_plan, final, device=device) if final is not None else None
-        )
-
-
-def _build_peer(request: Request, letter: _Letter) -> nn.Module:
-    with _code_folder(letter.recipe) as folder:
-        module = build_peer(
-            request.model_class,
-            letter.recipe,
-            origin=request.origin,
-            config=request.config,
-            folder=folder,
-            model_kwargs=request.model_kwargs,
-        )
-    check_module(module, letter.load_plan)
-    return module
-
-
-@contextmanager
-def _code_folder(recipe: Recipe) -> Iterator[Path | None]:
-    """Write the checkpoint's own code, where it was asked for, to a private folder of this rank."""
-    if not recipe.files:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
-        for name, text in recipe.files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
-        yield Path(folder)
-
-
-def _device(device: torch.device | str | int | None) -> torch.device:
-    """Return the device that the tower lives on; None is the current accelerator if there is one, else the cpu."""
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = _CPU if accelerator is None else accelerator
-    try:
-        found = torch.empty(0, device=device).device  # with its index, and only if it is there
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise SafeLoadError(f"device={device!r} cannot be used on this rank: {error}") from error
-    if found.type == "meta":
-        raise SafeLoadError("device='meta': a frozen tower has real weights on every rank; expected a real device")
-    return found
-
-
-def _own_report(ranks: Group, meter: MemoryMeter, filled: _Filled, sourced: Sourced | None) -> RankReport:
-    meter.stop()
+def _own_report(
+    ranks: Group, meter: MemoryMeter, filled: Filled, sourced: Sourced | None, *, wait: bool = True
+) -> RankReport:
+    if wait:
+        meter.stop()
     size_bytes = filled.load_plan.size_bytes
     return RankReport(
         rank=ranks.global_rank,
@@ -517,7 +326,7 @@ def _own_report(ranks: Group, meter: MemoryMeter, filled: _Filled, sourced: Sour
     )
 
 
-def _report(call: _Call, filled: _Filled, own: RankReport, sourced: Sourced | None) -> LoadReport:
+def _report(call: Call, filled: Filled, own: RankReport, sourced: Sourced | None) -> LoadReport:
     ranks = call.ranks
     facts: dict[str, Any] | None = None
     if sourced is not None:

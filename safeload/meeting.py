@@ -237,7 +237,10 @@ class RankGroup(Group):
         fill: Callable[[int], torch.Tensor],
         take: Callable[[int, torch.Tensor], None],
         *,
+        ready: Callable[[int], None] = lambda index: None,
         device: str | torch.device = "cpu",
     ) -> None:
         self.agree(stage, lambda: None)  # everybody is here, or nobody enters a collective
-        self._transfers.stream(Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, device=device))
+        self._transfers.stream(
+            Payload(stage=stage, sizes_bytes=sizes_bytes, fill=fill, take=take, ready=ready, device=device)
+        )

@@ -18,10 +18,11 @@ from safeload.indexes import MAX_JSON_BYTES, listed
 from safeload.locking import LOCK_NAME, Lock, parse_lock
 from safeload.reading import open_regular
 from safeload.resolving import Checkpoint
+from safeload.signing import SignedManifest, read_signed
 
 __all__ = ["ManifestLike", "pin"]
 
-ManifestLike = str | os.PathLike[str] | Mapping[str, str]
+ManifestLike = str | os.PathLike[str] | Mapping[str, str] | SignedManifest
 
 
 def pin(checkpoint: Checkpoint, manifest: ManifestLike | None, manifest_sha256: str | None) -> Manifest | None:
@@ -29,7 +30,7 @@ def pin(checkpoint: Checkpoint, manifest: ManifestLike | None, manifest_sha256: 
 
     Args:
         checkpoint: What will be loaded.
-        manifest: The path of a lock, or sha256 by name; None looks for `SHA256SUMS` beside local files.
+        manifest: The path of a lock, sha256 by name, or a signature; None looks for `SHA256SUMS` beside local files.
         manifest_sha256: The sha256 that the lock itself must have.
 
     Returns:
@@ -45,6 +46,8 @@ def pin(checkpoint: Checkpoint, manifest: ManifestLike | None, manifest_sha256: 
     """
     if isinstance(manifest, Mapping):
         lock, below = _lock_of(manifest), ""
+    elif isinstance(manifest, SignedManifest):
+        lock, below = read_signed(manifest), ""
     else:
         found = [(Path(manifest), "")] if manifest is not None else _locks_beside(checkpoint)
         if not found:

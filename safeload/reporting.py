@@ -13,7 +13,8 @@ from typing import Any, Final
 
 __all__ = ["LoadReport", "MemoryMeter", "RankReport", "StageClock", "progress_bar", "pss_bytes"]
 
-_SAMPLE_S: Final = 0.05  # one reading of smaps_rollup costs about a millisecond
+_SAMPLE_S: Final = 0.05  # one reading of smaps_rollup costs a millisecond, and ten where gigabytes are mapped
+_SHARE: Final = 30  # pauses are so many times as long as a reading took
 _JOIN_S: Final = 5.0
 _MIB: Final = 1024**2
 _BAR_AFTER_S: Final = 1.0  # a load that is over by then shows no bar
@@ -35,7 +36,10 @@ def pss_bytes() -> int | None:
 
 
 class MemoryMeter:
-    """Samples this process's PSS in a thread while a load runs; a context manager."""
+    """Samples this process's PSS in a thread while a load runs; a context manager.
+
+    A reading takes milliseconds where gigabytes are mapped: none of them is taken by the thread that loads.
+    """
 
     def __init__(self) -> None:
         self.before_bytes: int | None = None
@@ -51,21 +55,27 @@ class MemoryMeter:
         return now
 
     def _run(self) -> None:
-        while not self._stop.wait(_SAMPLE_S):
+        self.before_bytes = self._sample()
+        pause_s = _SAMPLE_S
+        while not self._stop.wait(pause_s):
+            start = time.perf_counter()
             self._sample()
+            pause_s = max(_SAMPLE_S, _SHARE * (time.perf_counter() - start))
+        self.after_bytes = self._sample()
 
     def __enter__(self) -> MemoryMeter:
-        """Take the first reading and start the thread."""
-        self.before_bytes = self._sample()
+        """Start the thread, which takes the first reading."""
         self._thread.start()
         return self
 
+    def end(self) -> None:
+        """Let the thread take the last reading, without waiting for it."""
+        self._stop.set()
+
     def stop(self) -> None:
-        """Stop the thread and take the last reading; again and again does no harm."""
-        if not self._stop.is_set():
-            self._stop.set()
-            self._thread.join(timeout=_JOIN_S)
-            self.after_bytes = self._sample()
+        """Let the thread take the last reading and wait for it; again and again does no harm."""
+        self._stop.set()
+        self._thread.join(timeout=_JOIN_S)
 
     def __exit__(self, *exc: object) -> None:
         """Stop."""

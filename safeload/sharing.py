@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -173,12 +173,13 @@ def take_over(layout: Layout, *, device: torch.device) -> tuple[Blocks | None, A
 class Choice:
     """How the bytes move, and why. `nodes` are the ranks by node, the one that holds the node's copy first.
 
-    `nodes` is empty where the transport is not "shared".
+    `nodes` is empty where the transport is not "shared". `device_types` are those that the tower lives on, on any rank.
     """
 
     transport: str
     reason: str
     nodes: tuple[tuple[int, ...], ...] = ()
+    device_types: frozenset[str] = frozenset({"cpu"})
 
 
 def choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice:
@@ -194,6 +195,11 @@ def choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice
 
     Ranks: local.
     """
+    types = frozenset(torch.device(each.device).type for each in answers)
+    return replace(_choose(asked, answers, source_rank=source_rank), device_types=types)
+
+
+def _choose(asked: str, answers: Sequence[Answer], *, source_rank: int) -> Choice:
     if len(answers) == 1:
         return Choice(transport="none", reason="one rank loads for itself")
     if asked == "broadcast":

@@ -44,7 +44,7 @@ class ControlLine:
         self._store, self._tick = store, tick
         self._asked: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._broken: Exception | None = None
-        self._stuck = False
+        self._stuck = self._closed = False
         self._moved = time.monotonic()  # when the thread last was between two operations
         self._thread = threading.Thread(target=self._serve, name="safeload-control", daemon=True)
         self._thread.start()
@@ -73,6 +73,8 @@ class ControlLine:
         Raises:
             StoreLost: The thread is stuck in an operation, or its last one failed.
         """
+        if self._closed:
+            return  # the call is over: what is read on behind it needs the store no more
         if self._broken is not None:
             raise StoreLost(str(self._broken)) from self._broken
         if time.monotonic() - self._moved > _ANSWER_S:
@@ -85,6 +87,7 @@ class ControlLine:
 
     def close(self) -> None:
         """End the thread; one that is stuck in a dead store is left behind as a daemon."""
+        self._closed = True
         self._asked.put(None)
         if not self._stuck:
             self._thread.join(timeout=_ANSWER_S)

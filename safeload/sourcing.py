@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -34,19 +35,12 @@ from safeload.requesting import Request, floating_dtype
 from safeload.resolving import Checkpoint
 from safeload.sealing import OnBytes, OpenedCheckpoint, SealedCheckpoint, open_checkpoint, open_folder
 from safeload.sharing import Blocks, Layout, offer
+from safeload.staging import stage
 from safeload.verifying import Manifest, Verification, verify
 
 __all__ = ["Sourced", "compare_chunks", "source_tower"]
 
-
-@contextlib.contextmanager
-def _stage(name: str) -> Iterator[None]:
-    """Name the stage in an error of ours that does not name one."""
-    try:
-        yield
-    except SafeLoadError as error:
-        error.stage = error.stage or name
-        raise
+_TURN_S: Final = 0.0005  # a chunk is read, hashed and written in some milliseconds, between two waits for a turn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +85,8 @@ class Sourced:
             if found is not None:
                 number, begin, end = found
                 whole = self.load_plan.segments[segment].size_bytes
-                self.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
+                with stage("seal"):
+                    self.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
 
     def finish(self, *, chunks_agree: bool | None = None) -> None:
         """Wait until all is read, and compare it with what it should be.
@@ -110,7 +105,7 @@ class Sourced:
                 chunks_agree = compare_chunks(filling.memory_fds, self.known, part=0, parts=1)
             accepted = filling.accept(_expected(self.manifest, self.seen)) if self.known and chunks_agree else None
             self.seen, self.verification = _read(filling, self.manifest, self.request, self.kept, accepted)
-            with _stage("examine"):
+            with stage("examine"):
                 examine(self.seen)
         self.built.freeze()
 
@@ -163,7 +158,8 @@ def source_tower(
 
     Ranks: source only.
     """
-    with _stage("seal"):
+    kept.enter_context(_sharing_the_interpreter())
+    with stage("seal"):
         opened = kept.enter_context(open_checkpoint(checkpoint, manifest, memory=request.memory))
     show = kept.enter_context(progress_bar(request.progress, f"{request.origin}: read and verify"))
 
@@ -172,7 +168,7 @@ def source_tower(
         if show is not None:
             show(done_bytes, total_bytes)
 
-    with _stage("seal"):
+    with stage("seal"):
         chunks = _uses_chunks(request, manifest)
         filling = kept.enter_context(_open_filling(opened, on_bytes, chunks=chunks))
     known = _known(request, manifest, filling) if chunks else ()
@@ -180,9 +176,9 @@ def source_tower(
     is_early = built is not None
     if built is None:
         seen, verification = _read(filling, manifest, request, kept)
-        with _stage("examine"):
+        with stage("examine"):
             contents = examine(seen)
-        with _stage("build"):
+        with stage("build"):
             built = build_on(lambda sealed: _build(request, sealed, contents), seen, shares=shares and can_map())
     if built.arena is not None:
         kept.callback(built.arena.close)
@@ -218,7 +214,8 @@ def _build_early(request: Request, filling: Filling, *, reads: bool) -> Built | 
     if dtype is None and reads:
         filling.start()
     try:
-        contents = examine(filling.seen)
+        with stage("examine"):
+            contents = examine(filling.seen)
     except CheckpointError:
         return None
     built = build_while_reading(
@@ -229,6 +226,17 @@ def _build_early(request: Request, filling: Filling, *, reads: bool) -> Built | 
     return built
 
 
+@contextlib.contextmanager
+def _sharing_the_interpreter() -> Iterator[None]:
+    """Let the threads that read and hash have their turn at the interpreter more often than every 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 def _read(
     filling: Filling,
     manifest: Manifest,
@@ -236,10 +244,10 @@ def _read(
     kept: ExitStack,
     accepted: SealedCheckpoint | None = None,
 ) -> tuple[SealedCheckpoint, Verification]:
-    with _stage("seal"):
+    with stage("seal"):
         sealed = filling.finish() if accepted is None else accepted
         kept.callback(sealed.close)
-    with _stage("verify"):
+    with stage("verify"):
         verification = verify(manifest, sealed.digests, mode=request.verify)
     if accepted is not None:
         return sealed, replace(verification, source=f"{verification.source}; compared by the digests of chunks")

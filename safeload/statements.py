@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from safeload.errors import MismatchedCallError, PeerError, SafeLoadError, from_fields
+from safeload.staging import stage_of
 from safeload.watching import Identity
 
 __all__ = [
@@ -72,6 +73,7 @@ def describe_failure(error: BaseException, *, who: Identity, stage: str, stuck: 
         where = {"rank": who.global_rank, "host": who.host, "stage": stage}
         fields |= {name: value for name, value in where.items() if fields[name] is None}
         return {"error": fields, "foreign": False}
+    stage = stage_of(error, stage)
     text = f"{type(error).__name__}: {error}"
     message = f"stage {stage!r} failed on rank {who.global_rank} with an error that is not safeload's: {text}"
     return {"error": _peer_fields(message, {who.global_rank: text}, stage, who.host), "foreign": True, "stuck": stuck}

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Payload", "Transfers"]
 
 Begin = Callable[[], "Work | None"]
-_WINDOW_BYTES: Final = 1024**3  # sent for one `go`: the others learn of a failure after at most this much more
+_WINDOW_BYTES: Final = 64 * 1024**2  # at least, sent for one `go`: the source has all of it when the others go in
+_LONGEST_WINDOW_BYTES: Final = 1024**3  # at most: the others learn of a failure after this much more
+_RANK_WINDOW_BYTES: Final = 1024**2  # more for each rank, as each `go` is asked for by all of them
 _POLL_S: Final = (0.00005, 0.002)  # shortest and longest pause between two looks at a running collective
 _BLAME_S: Final = 10.0  # a broken collective waits this long for the reason, which the watch finds out
 
@@ -39,12 +41,16 @@ class _StuckError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there."""
+    """What a stream moves: `fill` gives a bucket's tensor, `take` gets it once the bytes are there.
+
+    `ready` waits, on the source, until `fill` need not: no rank is in a collective meanwhile, which would time out.
+    """
 
     stage: str
     sizes_bytes: Sequence[int]
     fill: Callable[[int], torch.Tensor]
     take: Callable[[int, torch.Tensor], None]
+    ready: Callable[[int], None]
     device: str | torch.device
 
 
@@ -85,7 +91,8 @@ class Transfers:
         failed: Exception | None = None
         stuck = False
         try:
-            for window in _windows(payload.sizes_bytes):
+            for window in _windows(payload.sizes_bytes, self._call.seat.size):
+                failed = self._get_ready(payload, window) if failed is None else failed
                 if not self._may_go_on(failed):
                     break
                 for index in window:
@@ -96,6 +103,15 @@ class Transfers:
         if failed is not None:
             statement = self._failure_of(failed, payload.stage, stuck=stuck)
         self._call.gather(statement, lambda _: b"", failed, stuck=stuck)
+
+    def _get_ready(self, payload: Payload, window: Sequence[int]) -> Exception | None:
+        if self._call.seat.rank == self._source_rank:
+            try:
+                for index in window:
+                    payload.ready(index)
+            except Exception as error:
+                return self._note(error, payload.stage)
+        return None
 
     def _may_go_on(self, failed: Exception | None) -> bool:
         if self._call.seat.rank != self._source_rank:
@@ -198,11 +214,12 @@ def _checked(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
     return tensor
 
 
-def _windows(sizes_bytes: Sequence[int]) -> Iterator[list[int]]:
+def _windows(sizes_bytes: Sequence[int], ranks: int) -> Iterator[list[int]]:
+    longest_bytes = min(_WINDOW_BYTES + ranks * _RANK_WINDOW_BYTES, _LONGEST_WINDOW_BYTES)
     window: list[int] = []
     window_bytes = 0
     for index, size_bytes in enumerate(sizes_bytes):
-        if window and window_bytes + size_bytes > _WINDOW_BYTES:
+        if window and window_bytes + size_bytes > longest_bytes:
             yield window
             window, window_bytes = [], 0
         window.append(index)

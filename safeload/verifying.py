@@ -60,8 +60,8 @@ def expect(
     Args:
         checkpoint: What will be loaded.
         verify: "strict" refuses when there are none; "off" looks for none.
-        manifest: The path of a lock in the format of `sha256sum`, or sha256 by name. Otherwise `SHA256SUMS` beside the
-            files is taken when it is there.
+        manifest: The path of a lock in the format of `sha256sum`, sha256 by name, or a `SignedManifest`. Otherwise
+            `SHA256SUMS` beside the files is taken when it is there.
         manifest_sha256: The sha256 that the lock itself must have.
         ask: Ask the Hub about a repository's files also where the cache has digests of them.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safeload.errors import CheckpointError, IntegrityError, SourceError, UnsafeFormatError
-from tests.files import clip_sharded, clip_single, clip_tensors, index, lock, pack, safetensors, tensor, write
+from tests.files import clip_sharded, clip_single, clip_tensors, flip, index, lock, pack, safetensors, tensor, write
 
 __all__ = ["ROWS", "Row", "make"]
 
@@ -95,12 +95,6 @@ def edit_index(change):
         return json.dumps(change(value) or value).encode()
 
     return edit(INDEX, edited)
-
-
-def flip(data, place=-1):
-    changed = bytearray(data)
-    changed[place] ^= 1
-    return bytes(changed)
 
 
 def replace_with(name, make):
@@ -335,6 +329,9 @@ row("12 entry is null", CheckpointError, MODEL)(edit_entries(lambda header: head
 row("12 entry without dtype", CheckpointError, MODEL)(edit_entries(lambda header: header[FIRST].pop("dtype") and None))
 row("12 metadata is a list", CheckpointError, "__metadata__")(edit_entries(lambda h: h.update(__metadata__=["x"])))
 row("12 metadata of numbers", CheckpointError, "__metadata__")(edit_entries(lambda h: h.update(__metadata__={"a": 1})))
+row("12 metadata with half a surrogate pair", CheckpointError, "__metadata__")(
+    edit_entries(lambda header: header.update(__metadata__={"a": "\ud800"}))
+)
 row("12 header is a list", CheckpointError, MODEL)(edit_header(lambda text: "[" + text + "]"))
 row("12 header is not UTF-8", CheckpointError, MODEL)(edit_header(lambda text: b'{"\xff": 1}'))
 row("12 header begins with a space", CheckpointError, "begin")(edit_header(lambda text: " " + text))

@@ -129,3 +129,10 @@ def clip_sharded(seed=0):
 def lock(files):
     """The text of SHA256SUMS for {name: bytes}."""
     return "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
+
+
+def flip(data, place=-1):
+    """Change one bit."""
+    changed = bytearray(data)
+    changed[place] ^= 1
+    return bytes(changed)

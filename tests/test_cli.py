@@ -14,7 +14,15 @@ from safeload.errors import IntegrityError
 WHERE = ["--cache-dir", "--help", "--json", "--local-files-only", "--revision", "--subfolder", "--token", "--variant"]
 OPTIONS = {
     "demo": ["--help", "--json", "--ranks", "--tower"],
-    "verify": [*WHERE, "--allow-pickle", "--manifest", "--manifest-sha256"],
+    "verify": [
+        *WHERE,
+        "--allow-pickle",
+        "--certificate-chain",
+        "--manifest",
+        "--manifest-sha256",
+        "--public-key",
+        "--signature",
+    ],
     "lock": [*WHERE, "--allow-pickle", "--force", "--output"],
     "inspect": [*WHERE, "--model-class", "--tensors"],
     "doctor": ["--help", "--json", "--model", "--protected", "--strict"],

@@ -178,9 +178,10 @@ def stop_and_continue(folder, stage, rank):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("stage", "rank"), [pytest.param("arguments", 0, marks=pytest.mark.slow), ("arguments", 2), ("broadcast", 1)]
-)
+STOPPED = [pytest.param("arguments", 0, marks=pytest.mark.slow), ("arguments", 2), ("broadcast", 1)]
+
+
+@pytest.mark.parametrize(("stage", "rank"), STOPPED)
 def test_a_stopped_rank_ends_at_the_timeout_and_loads_again_when_it_continues(stage, rank, tmp_path):
     results = run_on_ranks(3, stop_and_continue, tmp_path, stage, rank, timeout_s=40)
     for result in results:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks.scale import make_tower
 from safeload.errors import SafeLoadError
 from tests.hosts import hosts
 from tests.ranks import run_on_ranks
@@ -96,6 +97,43 @@ def test_a_slow_link_that_loses_packets(folder):
     check(results, layout=[0, 1], source_rank=0)
 
 
+def load_and_count(tower, cluster, transport):
+    """Load twice, and count what each host's link received the second time, when all connections are there."""
+    import torch.distributed as dist
+    from transformers import CLIPVisionModel
+
+    from safeload import load_report, safe_from_pretrained
+
+    for _ in range(2):
+        dist.barrier()
+        before = [cluster.received_bytes(host) for host in (0, 1)]
+        dist.barrier()
+        module = safe_from_pretrained(CLIPVisionModel, tower, device="cpu", verify="off", transport=transport)
+        dist.barrier()
+        received = [cluster.received_bytes(host) - each for host, each in enumerate(before)]
+    report = load_report(module)
+    return {
+        "received": received[1],
+        "tower": report.tower_bytes,
+        "transport": report.transport,
+        "digest": digest(module),
+    }
+
+
+@pytest.mark.parametrize(("transport", "copies"), [("auto", 1), ("broadcast", 2)])
+def test_how_often_a_host_of_two_ranks_receives_the_bytes(transport, copies, tmp_path):
+    tower = make_tower(tmp_path / "towers" / "large")
+    with hosts(2) as cluster:
+        options = cluster.options(ranks_per_host=2, hidden=tower.parent)
+        results = run_on_ranks(4, load_and_count, tower, cluster, transport, **options)
+    for result in results:
+        assert result.ok, result.describe()
+    seen = [result.value for result in results]
+    assert len({each["digest"] for each in seen}) == 1
+    assert {each["transport"] for each in seen} == {"shared" if transport == "auto" else "broadcast"}
+    assert copies * 0.99 < seen[0]["received"] / seen[0]["tower"] < copies * 1.15
+
+
 def lose_a_host(folder, cluster, work, lost):
     """Load while one host is cut off at a stage on the source; tell what was raised and when."""
     mark = Path("/tmp") / cluster.names[0]
@@ -133,7 +171,7 @@ def _resolve(work):
 @pytest.mark.parametrize(
     "work",
     [
-        pytest.param("safeload.loading.seal", id="while they wait for the source"),
+        pytest.param("safeload.filling.copy_hashed", id="while they wait for the source"),
         pytest.param("safeload.broadcasting._copy", id="in the payload"),
     ],
 )

@@ -118,7 +118,7 @@ def locked_tower(tmp_path):
 
 @on_ranks(2, timeout_s=90)
 def test_the_examples_run_in_their_order_on_two_ranks(locked_tower):
-    warnings.simplefilter("ignore", safeload.UnverifiedWarning)  # as the README says of a lock for a bare folder
+    warnings.filterwarnings("ignore", "(?s).*TRUST ON FIRST USE", safeload.UnverifiedWarning)
     for blocks_of_section in sections().values():
         names = surroundings(locked_tower)
         for line, text in blocks_of_section:

@@ -91,8 +91,9 @@ def test_remote_code(tmp_path):
 @pytest.mark.filterwarnings("ignore::safeload.UnverifiedWarning")
 @pytest.mark.parametrize("name", ["modeling_odd.py", "scaling_odd.py", "config.json"])
 def test_code_that_is_not_what_was_locked_never_runs(tmp_path, monkeypatch, name):
-    from safeload import IntegrityError, safe_from_pretrained, write_lock
     from transformers import AutoModel
+
+    from safeload import IntegrityError, safe_from_pretrained, write_lock
 
     monkeypatch.setenv("ODD_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("RANK", "0")

@@ -131,3 +131,14 @@ def test_only_pickle_is_refused_with_the_way_to_convert(single):
 def test_missing_folder_says_where(tmp_path):
     with pytest.raises(SourceError, match="nowhere"):
         resolve(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("at_most", [1, 3, 9, 600])
+def test_reads_that_return_less_than_asked(single, at_most, monkeypatch):
+    from safeload import reading
+    from safeload.examining import examine
+
+    monkeypatch.setattr(reading, "_CHUNK_BYTES", at_most)  # as a network file system may do
+    with seal(resolve(single), NOTHING) as sealed:
+        assert sealed.read("model.safetensors") == (single / "model.safetensors").read_bytes()
+        assert len(examine(sealed).tensors) > 10

@@ -103,6 +103,26 @@ def test_a_library_that_maps_weights_runs_while_they_are_read(tmp_path, dtype):
     assert road.value == [transformers.__version__ >= "5"]
 
 
+def _let_go(folder):
+    import gc
+    import weakref
+
+    tower = _load(folder, device="cpu")
+    tower(torch.zeros(1, 3, 32, 32))
+    gone = weakref.ref(tower)
+    del tower
+    gc.collect()
+    assert gone() is None
+    with open("/proc/self/maps") as maps:
+        assert "memfd:safeload" not in maps.read()
+
+
+@pytest.mark.parametrize("store", ["file", "none"])
+def test_a_tower_that_is_let_go_gives_its_memory_back(tmp_path, store):
+    results = run_on_ranks(2 if store == "file" else 1, _let_go, clip_folder(tmp_path / "tower"), store=store)
+    assert all(result.ok for result in results), results[0].describe()
+
+
 def _part_of_a_file(folder):
     from safeload import load_report
 
@@ -176,13 +196,38 @@ def test_all_ranks_together_hold_one_copy(tmp_path):
     assert grown < 1.15 * size_bytes  # with three copies it would be 3
 
 
+def _broadcast_memory(folder):
+    from safeload import load_report
+
+    _load(folder, transport="broadcast", device="cpu")  # what is loaded lazily is loaded
+    tower = _load(folder, transport="broadcast", device="cpu")
+    report = load_report(tower)
+    return report.tower_bytes, [each.memory_peak_bytes - each.memory_before_bytes for each in report.ranks]
+
+
+def test_a_receiver_holds_the_tower_and_at_most_two_buckets(tmp_path):
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    from safeload.broadcasting import BUCKET_BYTES
+
+    config = CLIPVisionConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=24, num_attention_heads=8)
+    folder = tmp_path / "tower"
+    CLIPVisionModel(config).save_pretrained(folder)
+    result = run_on_ranks(2, _broadcast_memory, folder)[0]
+    assert result.ok, result.describe()
+    size_bytes, (source, receiver) = result.value
+    assert size_bytes > 5 * BUCKET_BYTES
+    assert receiver < size_bytes + 2 * BUCKET_BYTES
+    assert source < size_bytes + 2 * BUCKET_BYTES  # its sealed copy, and the buffers that it reads through
+
+
 def _elsewhere(folder, hosts, dtype=None):
     import torch.distributed as dist
 
-    from safeload import handing, load_report, loading, sharing
+    from safeload import delivering, handing, load_report, sharing
 
     key = handing.node_key() + " of host " + hosts[dist.get_rank()]
-    sharing.node_key = loading.node_key = lambda: key
+    sharing.node_key = delivering.node_key = lambda: key
     for _ in range(2):
         tower = _load(folder, transport="shared", device="cpu", dtype=dtype)
         _assert_same(tower, _reference(folder, dtype))
@@ -259,10 +304,10 @@ def test_one_flipped_bit_is_the_same_integrity_error_on_every_rank(tmp_path, tra
 def _handed_over_unsealed(folder):
     import torch.distributed as dist
 
-    from safeload import IntegrityError, deferring, filling
+    from safeload import IntegrityError, filling, mapping
 
     if dist.get_rank() == 0:
-        filling.freeze = deferring.freeze = lambda fd: None
+        filling.freeze = mapping.freeze = lambda memory: None
     with pytest.raises(IntegrityError, match="without being sealed"):
         _load(folder, transport="shared", device="cpu")
 

@@ -1,0 +1,258 @@
+"""Bring a tower to every rank: construct it there, move the bytes or share them, put them in place.
+
+Receives on the source rank a `Sourced`, whose weights may still be being read; gives on every rank a `Filled`, whose
+weights may still be on their way where they are shared. The verdict comes afterwards, and nothing is used before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from safeload.broadcasting import Piece, broadcast, payload_device
+from safeload.building import build_peer
+from safeload.chunking import ChunkList
+from safeload.errors import SafeLoadError
+from safeload.group import Group
+from safeload.handing import node_key
+from safeload.placing import allocate, check_module, place
+from safeload.planning import LoadPlan
+from safeload.recipes import Recipe
+from safeload.reporting import StageClock
+from safeload.requesting import Request
+from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
+from safeload.sourcing import Sourced
+
+__all__ = ["Call", "Filled", "Letter", "deliver"]
+
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """What the source tells the other ranks before the payload: JSON only. `layout` is what it offers to share."""
+
+    recipe: Recipe
+    load_plan: LoadPlan
+    layout: Layout | None
+    known: tuple[ChunkList | None, ...] = ()
+
+    def to_json(self) -> bytes:
+        """Return the record as JSON bytes."""
+        layout = None if self.layout is None else self.layout.to_fields()
+        parts = {"recipe": self.recipe.to_json().decode(), "plan": self.load_plan.to_json().decode()}
+        known = [chunks.to_fields() for chunks in self.known if chunks is not None]
+        return json.dumps({**parts, "layout": layout, "known": known}).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Letter:
+        """Read what `to_json` wrote on the source rank."""
+        fields = json.loads(raw)
+        return cls(
+            recipe=Recipe.from_json(fields["recipe"]),
+            load_plan=LoadPlan.from_json(fields["plan"]),
+            layout=None if fields["layout"] is None else Layout.from_fields(fields["layout"]),
+            known=tuple(map(ChunkList.from_fields, fields["known"])),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `safe_from_pretrained` on this rank; what is entered into `kept` ends with it."""
+
+    request: Request
+    ranks: Group
+    clock: StageClock
+    kept: ExitStack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A rank's module, its tensors in place; `blocks` is the memory behind them where it can be mapped again."""
+
+    module: nn.Module
+    load_plan: LoadPlan
+    choice: Choice
+    blocks: Blocks | None
+    known: tuple[ChunkList | None, ...] = ()
+
+
+def deliver(call: Call, sourced: Sourced | None) -> Filled:
+    """Construct the tower on the other ranks, move the bytes, put them in place.
+
+    Args:
+        call: The call.
+        sourced: On the source rank what it has built; None elsewhere.
+
+    Returns:
+        This rank's tower. Its weights may still be on their way where they are shared.
+
+    Raises:
+        SafeLoadError: On every rank, whatever rank it happened on.
+
+    Ranks: every rank, in the same order.
+    """
+    request, ranks, clock = call.request, call.ranks, call.clock
+    with clock.stage("plan"):
+        letter = _read_letter(ranks, sourced)
+    with clock.stage("build"):
+        device = ranks.agree("device", lambda: _device(request.device))
+        module = ranks.agree("build", lambda: sourced.module if sourced else _build_peer(request, letter))
+    with clock.stage("share"):
+        blocks, choice = _take_over(request, ranks, letter, device, sourced)
+    if blocks is not None and sourced is None:
+        call.kept.callback(blocks.close)
+    load_plan = letter.load_plan
+    if choice.transport == "shared":
+        if len(choice.nodes) > 1:
+            with clock.stage("broadcast"):
+                blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
+        return _place_shared(call, module, letter, choice, blocks)
+    own = sourced.blocks if sourced is not None and device == _CPU else None
+    filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=own)
+    _broadcast(call, filled, device, sourced)
+    return filled
+
+
+def _place_shared(call: Call, module: nn.Module, letter: Letter, choice: Choice, blocks: Blocks | None) -> Filled:
+    if blocks is None:
+        raise AssertionError("sharing was chosen without memory to share")
+    with call.clock.stage("place"):
+        call.ranks.agree("place", lambda: place(module, letter.load_plan, blocks.map(letter.load_plan), device=_CPU))
+    known = letter.known if len(choice.nodes) == 1 else ()
+    return Filled(module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, known=known)
+
+
+def _share_between_nodes(
+    call: Call, letter: Letter, choice: Choice, blocks: Blocks | None, sourced: Sourced | None
+) -> Blocks | None:
+    """Broadcast from the source to the first rank of every other node, which offers what it got to its neighbours."""
+    ranks, load_plan = call.ranks, letter.load_plan
+    leaders = [node[0] for node in choice.nodes]
+    leads = ranks.rank in leaders
+
+    def receive() -> Blocks | None:
+        if not leads:
+            return blocks
+        with ranks.among(leaders) as firsts:
+            wire = payload_device(firsts, _CPU, choice.device_types)  # a gloo group, whatever `ranks` is
+            if sourced is not None:
+                ready = functools.partial(_wait_for_piece, sourced, firsts)
+                broadcast(firsts, load_plan, source=sourced.segments(), target=None, wire_device=wire, ready=ready)
+                return blocks
+            return receive_blocks(
+                load_plan,
+                lambda target: broadcast(firsts, load_plan, source=None, target=target, wire_device=wire),
+                call.kept,
+            )
+
+    got = ranks.agree("broadcast", receive)
+    mine = got.layout.to_fields() if leads and got is not None and sourced is None else None
+    offers = [json.loads(raw) for raw in ranks.gather_bytes("offers", json.dumps(mine).encode())]
+    node = next(node for node in choice.nodes if ranks.rank in node)
+
+    def take() -> Blocks | None:
+        if leads or node[0] == leaders[0]:
+            return got
+        taken, answer = take_over(Layout.from_fields(offers[node[0]]), device=_CPU)
+        if taken is None:
+            raise SafeLoadError(f"no memory from rank {node[0]}: {answer.problem}; use transport='broadcast'")
+        call.kept.callback(taken.close)
+        return taken
+
+    return ranks.agree("take", take)
+
+
+def _wait_for_piece(sourced: Sourced | None, ranks: Group, piece: Piece) -> None:
+    if sourced is not None:
+        sourced.wait_for(piece.segment, piece.stop, ranks.check)
+
+
+def _read_letter(ranks: Group, sourced: Sourced | None) -> Letter:
+    own = None
+    if sourced is not None:
+        layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
+        own = Letter(
+            recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, known=sourced.known if layout else ()
+        )
+    raw = ranks.send_bytes("plan", own.to_json() if own else None)
+    return ranks.agree("plan", lambda: own or Letter.from_json(raw))
+
+
+def _take_over(
+    request: Request, ranks: Group, letter: Letter, device: torch.device, sourced: Sourced | None
+) -> tuple[Blocks | None, Choice]:
+    """Take the node's memory over where that can be done on every rank, and choose the transport."""
+    blocks, answer = sourced.blocks if sourced else None, Answer(device=str(device), node=node_key(), has_blocks=False)
+    if sourced is not None:
+        answer = replace(answer, has_blocks=blocks is not None)
+    elif letter.layout is not None:
+        blocks, answer = take_over(letter.layout, device=device)
+    answers = [Answer.from_json(raw) for raw in ranks.gather_bytes("share", answer.to_json())]
+    return blocks, choose(request.transport, answers, source_rank=ranks.source_rank)
+
+
+def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Sourced | None) -> None:
+    ranks, clock, load_plan = call.ranks, call.clock, filled.load_plan
+    with clock.stage("allocate"):
+        moves = not ranks.is_source or device != _CPU  # the source keeps its own memory where that is on the cpu
+        target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
+        source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
+    with clock.stage("broadcast"):
+        wire = payload_device(ranks, device, filled.choice.device_types)
+        ready = functools.partial(_wait_for_piece, sourced, ranks)
+        broadcast(ranks, load_plan, source=source, target=target, wire_device=wire, ready=ready)
+    with clock.stage("place"):
+        final = source if target is None and sourced and sourced.blocks else target
+        ranks.agree(
+            "place", lambda: place(filled.module, load_plan, final, device=device) if final is not None else None
+        )
+
+
+def _build_peer(request: Request, letter: Letter) -> nn.Module:
+    with _code_folder(letter.recipe) as folder:
+        module = build_peer(
+            request.model_class,
+            letter.recipe,
+            origin=request.origin,
+            config=request.config,
+            folder=folder,
+            model_kwargs=request.model_kwargs,
+        )
+    check_module(module, letter.load_plan)
+    return module
+
+
+@contextmanager
+def _code_folder(recipe: Recipe) -> Iterator[Path | None]:
+    """Write the checkpoint's own code, where it was asked for, to a private folder of this rank."""
+    if not recipe.files:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="safeload-") as folder:
+        for name, text in recipe.files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        yield Path(folder)
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    """Return the device that the tower lives on; None is the current accelerator if there is one, else the cpu."""
+    if device is None:
+        # torch 2.6's current_accelerator() takes no argument and raises where there is none
+        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else _CPU
+    try:
+        found = torch.empty(0, device=device).device  # with its index, and only if it is there
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise SafeLoadError(f"device={device!r} cannot be used on this rank: {error}") from error
+    if found.type == "meta":
+        raise SafeLoadError("device='meta': a frozen tower has real weights on every rank; expected a real device")
+    return found

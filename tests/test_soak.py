@@ -1,0 +1,14 @@
+"""A short soak: nothing grows over loads of two towers, one in four of which fails. The long one is a benchmark."""
+
+from benchmarks import soak
+from tests.ranks import run_on_ranks
+
+
+def test_nothing_grows(tmp_path):
+    towers = soak.make_towers(tmp_path)
+    results = run_on_ranks(2, soak.soak, towers, soak.WARM_UP + 20, store="tcp", timeout_s=110)
+    for result in results:
+        assert result.ok, result.describe()
+        assert {each["outcome"] for each in result.value} >= {"loaded", "IntegrityError", "SourceError"}
+        verdicts = soak.judge(result.value)
+        assert all(row["level"] for row in verdicts.values()), verdicts
