@@ -63,6 +63,7 @@ class Measured:
         ranks: How many.
         seconds: From the barrier to the end, by round.
         returned_s: From the barrier until the call had returned on all ranks, by round.
+        cpu_s: Processor time of all ranks together, by round; says less than `seconds`, but on a busy machine too.
         pss_bytes: Memory that all ranks together hold more than before; median.
         peak_bytes: The highest such sum of the ranks' own peaks; median.
     """
@@ -71,6 +72,7 @@ class Measured:
     ranks: int
     seconds: tuple[float, ...]
     returned_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
     pss_bytes: int
     peak_bytes: int
 
@@ -201,6 +203,7 @@ def _combine(way: str, ranks: int, of: Sequence[Mapping[str, Sequence[float]]]) 
         ranks=ranks,
         seconds=over("seconds", max),
         returned_s=over("returned_s", max),
+        cpu_s=over("cpu_s", sum),
         pss_bytes=int(statistics.median(over("pss_bytes", sum))),
         peak_bytes=int(statistics.median(over("peak_bytes", sum))),
     )
@@ -223,7 +226,7 @@ def run_ways(folder: str, ways: tuple[str, ...], rounds: int) -> dict[str, Any]:
     _meet_over_tcp()
     model_class = load_class(folder)
     runs: dict[str, dict[str, list[float]]] = {
-        way: {"seconds": [], "returned_s": [], "pss_bytes": [], "peak_bytes": []} for way in ways
+        way: {"seconds": [], "returned_s": [], "cpu_s": [], "pss_bytes": [], "peak_bytes": []} for way in ways
     }
     tower_bytes = 0
     for number in range(rounds + 1):
@@ -277,18 +280,19 @@ def _run_once(load: Callable[[], nn.Module | None]) -> tuple[dict[str, float], i
     before = pss_bytes() or 0
     with MemoryMeter() as meter:
         dist.barrier()
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         module = load()
         returned = time.perf_counter() - start
         size_bytes = _touch(module) if module is not None else 0
+        cpu_s = time.process_time() - start_cpu
         dist.barrier()
         seconds = time.perf_counter() - start
         meter.stop()  # all ranks still hold what they have loaded
         dist.barrier()
     held = max(0, (meter.after_bytes or 0) - before)
     peak = max(0, (meter.peak_bytes or 0) - before)
-    values = {"seconds": seconds, "returned_s": returned, "pss_bytes": float(held), "peak_bytes": float(peak)}
-    return values, size_bytes
+    times = {"seconds": seconds, "returned_s": returned, "cpu_s": cpu_s}
+    return times | {"pss_bytes": float(held), "peak_bytes": float(peak)}, size_bytes
 
 
 def _give_back_memory() -> None:

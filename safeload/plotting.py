@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import statistics
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ def bench_table(report: BenchReport) -> str:
     """
     title = f"{report.tower}, {report.tower_bytes / _MIB:.0f} MiB, {report.machine['cores']} cores"
     table = Table(title=title)
-    for heading in ("way", "ranks", "seconds", "spread", "returned after", "memory, all ranks", "at most"):
+    for heading in ("way", "ranks", "seconds", "spread", "returned", "cpu", "memory", "at most"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for each in report.measured:
         table.add_row(
@@ -34,7 +35,8 @@ def bench_table(report: BenchReport) -> str:
             str(each.ranks),
             f"{each.median_s:.3f}",
             f"{min(each.seconds):.3f}-{max(each.seconds):.3f}",
-            f"{sorted(each.returned_s)[len(each.returned_s) // 2]:.3f}",
+            f"{statistics.median(each.returned_s):.3f}",
+            f"{statistics.median(each.cpu_s):.2f}",
             f"{each.pss_bytes / report.tower_bytes:.2f} x",
             f"{each.peak_bytes / report.tower_bytes:.2f} x",
         )

@@ -16,6 +16,7 @@ def _measured(way, ranks, seconds, pss_bytes=100):
         ranks=ranks,
         seconds=seconds,
         returned_s=tuple(value / 2 for value in seconds),
+        cpu_s=seconds,
         pss_bytes=pss_bytes,
         peak_bytes=2 * pss_bytes,
     )
