@@ -228,9 +228,10 @@ def _hash_others(expected: Manifest, done: tuple[str, ...]) -> dict[str, Mapping
 def _replace(path: Path, text: str) -> None:
     """Write a whole file or none."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".safeload-") as folder:
+            whole = Path(folder) / path.name
+            whole.write_text(text, encoding="utf-8", newline="\n")
+            os.chmod(whole, 0o644)
+            os.replace(whole, path)
     except OSError as error:
         raise SourceError(f"{path}: cannot be written: {error.strerror}.", path=str(path)) from error

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from safeload.ambient import clean_contexts
-from safeload.errors import CheckpointError, SafeLoadError
+from safeload.errors import CheckpointError, SafeLoadError, SourceError
 from safeload.families import dtype_keyword, family
 from safeload.fitting import architectures, check_fit
 from safeload.recipes import Recipe, call_factory, constructor
@@ -70,14 +70,17 @@ def build_source(
     kind = family(model_class)
     with clean_contexts(device=_CPU):
         if kind == "factory":
-            module = _fill_factory(model_class, weights, dtype, kwargs.get("key_mapping"), ignore_unexpected)
+            module = _fill_factory(
+                model_class, weights, dtype, kwargs.get("key_mapping"), ignore_unexpected, origin=origin
+            )
         else:
+            _require_config(model_class, folder, config, origin)
             name = dtype_keyword(kind)
             kwargs[name] = ("auto" if dtype is None else dtype) if kind == "transformers" else dtype
             kwargs["use_safetensors"] = not _is_pickle(weights)
             if kind == "transformers":
                 kwargs |= {"config": config, "weights_only": True}
-            module, info = _quietly(model_class.from_pretrained, str(folder), variant, kwargs)
+            module, info = _quietly(model_class, str(folder), origin, variant, kwargs)
             check_fit(module, info, ignore_unexpected, origin, wrote=architectures(folder))
             _rename(module, origin)
     return module.eval()
@@ -121,19 +124,37 @@ def build_peer(
     return module.eval()
 
 
+def _require_config(model_class: Any, folder: Path, config: Any, origin: str) -> None:
+    """Refuse weights without their configuration: transformers then takes the class's defaults, and says nothing.
+
+    They may well fit in shape, and be another network all the same: another activation, another epsilon.
+    """
+    if config is None and not (folder / "config.json").exists():
+        raise SourceError(
+            f"{origin}: there is no config.json with the weights, and {model_class.__name__} would be built with its "
+            "default configuration. Name the folder that holds both, or pass config=.",
+            looked_for=["config.json"],
+        )
+
+
 def _quietly(
-    from_pretrained: Callable[..., Any], folder: str, variant: str | None, kwargs: Mapping[str, Any]
+    model_class: Any, folder: str, origin: str, variant: str | None, kwargs: Mapping[str, Any]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     """Call the class's own loader, without its report: what it would warn of is judged by `check_fit`."""
     # ignore_mismatched_sizes makes it report mismatches, not raise without saying which: `check_fit` raises on any.
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "local_files_only": True}
     with _silence():
         try:
-            loaded: tuple[nn.Module, Mapping[str, Any]] = from_pretrained(folder, variant=variant, **report, **kwargs)
+            loaded: tuple[nn.Module, Mapping[str, Any]] = model_class.from_pretrained(
+                folder, variant=variant, **report, **kwargs
+            )
         except SafeLoadError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{from_pretrained.__qualname__} could not load the checkpoint: {error}") from error
+            why = str(error).replace(folder, origin)  # the private folder is gone when this is read
+            raise CheckpointError(
+                f"{model_class.__name__}.from_pretrained could not load the checkpoint {origin}: {why}", path=origin
+            ) from error
     return loaded
 
 
@@ -168,6 +189,8 @@ def _fill_factory(
     dtype: torch.dtype | None,
     key_mapping: Mapping[str, str] | None,
     ignore_unexpected: Sequence[str],
+    *,
+    origin: str,
 ) -> nn.Module:
 
     module = call_factory(factory)
@@ -183,7 +206,7 @@ def _fill_factory(
             if name in own and value.shape != own[name].shape
         ],
     }
-    check_fit(module, info, ignore_unexpected, "the checkpoint")
+    check_fit(module, info, ignore_unexpected, origin)
     module.load_state_dict({name: value for name, value in state.items() if name in own}, strict=False, assign=True)
     for name, value in own.items():  # assign=True gives each name a tensor of its own: tie again what was tied
         if name not in state:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import json
+import os
 import signal
 import sys
 import threading
@@ -60,11 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return _MISUSE
     except SafeLoadError as error:
+        if _runs_a_script(args):
+            raise  # the script's own, with its traceback
         _print_failure(error, as_json=args.json)
         return _CHECK_FAILED
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SIGNALLED + signal.SIGPIPE
     except KeyboardInterrupt:
+        if _runs_a_script(args):
+            raise
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return _SIGNALLED + signal.SIGINT
+
+
+def _runs_a_script(args: argparse.Namespace) -> bool:
+    return bool(getattr(args.command, "RUNS_A_SCRIPT", False))
 
 
 @contextlib.contextmanager

@@ -42,10 +42,12 @@ def join_group(
         A group of one, which needs no torch.distributed, where there is no process group.
 
     Raises:
-        GroupError: This process is not a member, or there is no such `source_rank`.
+        GroupError: This process is not a member, there is no such `source_rank`, or `timeout` is no time.
 
     Ranks: called on every rank of `group`, in the same order.
     """
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        raise GroupError(f"timeout is {timeout!r}: expected a positive datetime.timedelta, as timedelta(minutes=30)")
     if not (dist.is_available() and dist.is_initialized()):
         _warn_if_alone()
         rank = os.environ.get("RANK", "")  # as torchrun names this process, for errors

@@ -30,7 +30,7 @@ from safeload.placing import tensors_of
 from safeload.promising import Promise
 from safeload.protecting import protect, tower_state
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
-from safeload.requesting import Request
+from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
 from safeload.sourcing import Sourced, compare_chunks, source_tower
 from safeload.verifying import expect
@@ -66,7 +66,7 @@ def safe_from_pretrained(
     manifest_sha256: str | None = None,
     allow_pickle: bool = False,
     progress: bool | None = None,
-    ignore_unexpected: Sequence[str] = (),
+    ignore_unexpected: str | Sequence[str] = (),
     cast_inputs: bool = False,
     **model_kwargs: Any,
 ) -> nn.Module:
@@ -90,7 +90,7 @@ def safe_from_pretrained(
         token: For private and gated repositories.
         local_files_only: Make no request.
         dtype: None or "auto" is as stored; a floating torch dtype or its name casts once, on the source, before
-            anything is sent.
+            anything is sent. `torch_dtype` is taken for it, as by `from_pretrained`.
         device: Where the tower lives on this rank. None is this process's accelerator if there is one, else the cpu.
         group: The process group; None is the default one. Without a process group one process loads for itself.
         source_rank: Rank within `group` that reads the checkpoint.
@@ -140,7 +140,7 @@ def safe_from_pretrained(
         model_class=model_class,
         path=pretrained_model_name_or_path,
         config=config,
-        dtype=dtype,
+        dtype=model_kwargs.pop("torch_dtype", None) if dtype is None else dtype,
         device=device,
         where={
             "revision": revision,
@@ -159,7 +159,7 @@ def safe_from_pretrained(
         manifest_sha256=manifest_sha256,
         allow_pickle=allow_pickle,
         progress=progress,
-        ignore_unexpected=tuple(ignore_unexpected),
+        ignore_unexpected=patterns(ignore_unexpected),
         cast_inputs=cast_inputs,
         model_kwargs=model_kwargs,
     )

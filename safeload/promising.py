@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
-from safeload.errors import PeerError, SafeLoadError, from_fields
+from safeload.errors import PeerError, SafeLoadError
+from safeload.statements import rebuild
 from safeload.watching import Identity, identify, process_state
 from safeload.wiring import Store
 
@@ -80,7 +81,7 @@ class Promise:
                 self._clear(self._store)
                 self._kept.set()
         if "error" in self._said:
-            raise from_fields(self._said["error"])
+            raise rebuild({"error": self._said["error"]})
         if "value" not in self._said:
             raise self._lost(f"is silent for {self._timeout_s:.0f} s")
         value: Mapping[str, Any] = self._said["value"]

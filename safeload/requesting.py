@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
+from torch import nn
 
 from safeload.errors import SafeLoadError, SourceError
 from safeload.families import family
 
-__all__ = ["Request", "floating_dtype"]
+__all__ = ["Request", "floating_dtype", "patterns"]
 
 _CHOICES: Final = {
     "transport": ("auto", "shared", "broadcast"),
@@ -21,6 +23,8 @@ _CHOICES: Final = {
     "verify": ("auto", "strict", "off"),
     "verdict": ("load", "first_use"),
 }
+
+_HALF_BYTES: Final = 2  # float8 and less is a storage form that needs scales: no cast makes a tower of it
 
 # Arguments of from_pretrained that would split, quantise or replace what is loaded; and what to say instead.
 _REFUSED: Final = {
@@ -37,6 +41,8 @@ _REFUSED: Final = {
     "from_flax": "only safetensors checkpoints are loaded",
     "state_dict": "weights come from the checkpoint alone",
     "ignore_mismatched_sizes": "a mismatched tensor would stay random",
+    "torch_dtype": "pass it or dtype=, not both",
+    "force_download": "what is in the cache is verified; remove it there to fetch it again",
     "output_loading_info": "missing and unexpected keys are errors; see load_report(tower)",
 }
 
@@ -89,6 +95,7 @@ class Request:
                 f"config={self.config!r}: expected a configuration object, or None for the checkpoint's own"
             )
         floating_dtype(self.dtype)
+        _check_patterns(self.ignore_unexpected)
         refuse_arguments(self.model_class, self.model_kwargs)
 
     def statement(self) -> dict[str, str]:
@@ -133,6 +140,22 @@ def _stable(value: Any) -> str:
     return _name(type(value))
 
 
+def patterns(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Read the `ignore_unexpected` argument: one regular expression, or several.
+
+    Ranks: every rank.
+    """
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+def _check_patterns(given: Sequence[str]) -> None:
+    for pattern in given:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise SafeLoadError(f"ignore_unexpected: {pattern!r} is not a regular expression: {error}") from error
+
+
 def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Read the `dtype` argument: None and "auto" are "as stored".
 
@@ -144,7 +167,7 @@ def floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < _HALF_BYTES:
         raise SafeLoadError(f"dtype={dtype!r}: expected None, 'auto', or a floating torch dtype such as torch.bfloat16")
     return found
 
@@ -159,7 +182,14 @@ def refuse_arguments(model_class: Callable[..., Any], model_kwargs: Mapping[str,
     """
     if not callable(model_class):
         raise SafeLoadError(f"model_class is {model_class!r}: expected a class or a callable that returns a module")
+    if isinstance(model_class, nn.Module):
+        raise SafeLoadError(f"model_class is an instance of {type(model_class).__name__}: pass the class itself")
+    if getattr(model_class, "__name__", "") == "from_pretrained":
+        owner = getattr(getattr(model_class, "__self__", None), "__name__", "its class")
+        raise SafeLoadError(f"model_class is the method from_pretrained: pass {owner} itself")
     wrong = [f"{name} ({_REFUSED[name]})" for name, value in sorted(model_kwargs.items()) if value and name in _REFUSED]
+    if model_kwargs.get("use_safetensors") is False:
+        wrong.append("use_safetensors=False (pass allow_pickle=True where there are only .bin files)")
     if wrong:
         raise SafeLoadError(f"safe_from_pretrained does not take {', '.join(wrong)}")
     if family(model_class) == "factory" and set(model_kwargs) - {"key_mapping"}:

@@ -11,7 +11,14 @@ import pytest
 
 from safeload.auditing import inspect_checkpoint, verify_checkpoint, write_lock
 from safeload.cli import main
-from safeload.errors import CheckpointError, IntegrityError, SafeLoadError, SourceError, UnverifiedError
+from safeload.errors import (
+    CheckpointError,
+    IntegrityError,
+    SafeLoadError,
+    SourceError,
+    UnsafeFormatError,
+    UnverifiedError,
+)
 from safeload.locking import parse_lock
 from safeload.resolving import resolve
 from safeload.verifying import UnverifiedWarning
@@ -232,5 +239,5 @@ def test_single_file(tmp_path):
     with pytest.raises(SafeLoadError, match="ambiguous"):
         inspect_checkpoint(tmp_path)
     shutil.copy(tmp_path / "tower.safetensors", tmp_path / "tower.bin")
-    with pytest.raises(SourceError, match=r"not a \.safetensors file"):
+    with pytest.raises(UnsafeFormatError, match="allow_pickle"):
         inspect_checkpoint(tmp_path / "tower.bin")

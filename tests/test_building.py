@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -31,7 +32,7 @@ from transformers import (
     WhisperModel,
 )
 
-from safeload import CheckpointError, SafeLoadError, safe_from_pretrained
+from safeload import CheckpointError, SafeLoadError, SourceError, safe_from_pretrained
 from safeload.building import build_peer, build_source
 from safeload.families import dtype_keyword
 from safeload.placing import allocate, check_module, place
@@ -280,6 +281,15 @@ def test_a_factory_must_return_a_module(tmp_path):
         ({"load_in_8bit": True}, "quantised"),
         ({"ignore_mismatched_sizes": True}, "random"),
         ({"state_dict": {"a": 1}}, "checkpoint alone"),
+        ({"use_safetensors": False}, "allow_pickle"),
+        ({"force_download": True}, "remove it"),
+        ({"dtype": torch.float16, "torch_dtype": torch.float32}, "not both"),
+        ({"torch_dtype": "float17"}, "floating"),
+        ({"ignore_unexpected": ["fine", "("]}, "not a regular expression"),
+        ({"ignore_unexpected": [3]}, "not a regular expression"),
+        ({"timeout": 30}, "timedelta"),
+        ({"timeout": timedelta(0)}, "positive"),
+        ({"dtype": torch.float8_e4m3fn}, "floating"),
         ({"dtype": torch.int8}, "floating"),
         ({"dtype": "float17"}, "floating"),
         ({"transport": "pigeon"}, "broadcast"),
@@ -305,6 +315,65 @@ def test_what_cannot_be_honoured_is_refused_with_what_to_do(tmp_path, kwargs, wo
 def test_a_model_class_must_be_callable(tmp_path):
     with pytest.raises(SafeLoadError, match="model_class"):
         safe_from_pretrained("CLIPVisionModel", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "words"),
+    [
+        (nn.Linear(2, 2), "an instance of Linear: pass the class itself"),
+        (CLIPVisionModel.from_pretrained, "pass CLIPVisionModel itself"),
+        (AutoModel.from_pretrained, "pass AutoModel itself"),
+    ],
+)
+def test_what_stands_for_a_class_by_mistake_is_refused(tmp_path, model_class, words):
+    with pytest.raises(SafeLoadError, match=words):
+        safe_from_pretrained(model_class, tmp_path)
+
+
+@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", [torch.float16, "bfloat16", "auto", None])
+def test_the_older_name_of_dtype_is_heard_too(tmp_path, spelling, dtype):
+    clip_folder(tmp_path)
+    tower = safe_from_pretrained(CLIPVisionModel, tmp_path, verify="off", **{spelling: dtype})
+    expected = floating_dtype(dtype) or torch.float32
+    assert {parameter.dtype for parameter in tower.parameters()} == {expected}
+
+
+def test_safetensors_may_be_asked_for_by_name(tmp_path):
+    clip_folder(tmp_path)
+    safe_from_pretrained(CLIPVisionModel, tmp_path, verify="off", use_safetensors=True)
+
+
+@pytest.mark.parametrize("named", ["folder", "file"])
+@pytest.mark.parametrize("model_class", [CLIPVisionModel, AutoModel])
+def test_weights_without_their_configuration_are_refused(tmp_path, model_class, named):
+    """CLIPVisionModel's defaults fit the shapes; only the activation would be another."""
+    path = tmp_path / "weights" / "model.safetensors"
+    config = CLIPVisionConfig(hidden_act="gelu", num_hidden_layers=1)
+    CLIPVisionModel(config).save_pretrained(path.parent)
+    (path.parent / "config.json").unlink()
+    where = path if named == "file" else path.parent
+    with pytest.raises(SourceError, match=r"no config\.json"):
+        safe_from_pretrained(model_class, where, verify="off")
+    tower = safe_from_pretrained(model_class, where, verify="off", config=config)
+    assert tower.config.hidden_act == "gelu"
+
+
+def test_one_pattern_of_left_over_keys_may_be_a_plain_string(tmp_path):
+    """Taken letter by letter it would let any key be left over."""
+    clip_folder(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors | {"encoder.stray": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="stray"):
+        safe_from_pretrained(CLIPVisionModel, tmp_path, verify="off", ignore_unexpected="other_keys")
+    safe_from_pretrained(CLIPVisionModel, tmp_path, verify="off", ignore_unexpected=r"^encoder\.stray$")
+
+
+def test_what_the_library_says_names_the_checkpoint_not_the_private_folder(tmp_path):
+    clip_folder(tmp_path)
+    edit_json(tmp_path / "config.json", model_type="unheard-of")
+    with pytest.raises(CheckpointError, match=rf"AutoModel\.from_pretrained.*{tmp_path}") as caught:
+        safe_from_pretrained(AutoModel, tmp_path, verify="off")
+    assert "safeload-" not in str(caught.value)
 
 
 def test_dtypes_are_read_in_all_their_spellings():

@@ -1,6 +1,7 @@
 """The script that checks a clean clone fails when any of its steps fails, and ends with pytest's closing lines."""
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -59,6 +60,7 @@ def run(tmp_path):
     clone.mkdir()
     shutil.copytree(ROOT / ".ci", clone / ".ci")
     shutil.copy(ROOT / "README.md", clone)
+    shutil.copytree(ROOT / "tests", clone / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     stand_in = tmp_path / "bin" / "python3"
     stand_in.parent.mkdir()
     stand_in.write_text(STAND_IN)
@@ -90,8 +92,14 @@ def test_all_steps_run_in_their_order_and_the_tests_close_it(run):
     told = [next((place for place, call in enumerate(calls) if words in call), None) for words in ORDER]
     assert None not in told
     assert told == sorted(told)
-    assert sum("-m pytest" in call for call in calls) == 2
-    assert not any("-m pytest " in call for call in calls), "the whole suite, nothing left out"
+    newest, report1 = [call for call in calls if "-m pytest" in call]
+    assert newest == "python -m pytest", "the whole suite, nothing left out"
+    again = set(report1.removeprefix("python -m pytest ").split())
+    assert again >= {f"tests/test_{name}.py" for name in ("load", "demo", "readme", "building", "ambient", "hubs")}
+    left_out = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")} - again
+    assert left_out, "files that meet torch alone"
+    for name in left_out:
+        assert not re.search("transformers|accelerate|from_pretrained", (ROOT / name).read_text()), name
     assert [line.split(maxsplit=1) for line in out.splitlines()[-2:]] == [
         ["newest", "=== 3 passed in 0.1s ==="],
         ["report1", "=== 3 passed in 0.1s ==="],

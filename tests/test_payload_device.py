@@ -53,17 +53,17 @@ def test_descriptors_that_are_taken_over_are_not_inherited(tmp_path):
 
 
 def test_the_device_is_found_as_torch_2_6_tells_it(monkeypatch):
-    from safeload import loading
+    from safeload import delivering
 
     def raises():  # as 2.6 does where there is no accelerator; it takes no argument
         raise RuntimeError("Cannot access accelerator device when none is available.")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert loading._device(None) == torch.device("cpu")
+    assert delivering._device(None) == torch.device("cpu")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu", 0))
-    assert loading._device(None).type == "cpu"
+    assert delivering._device(None).type == "cpu"
 
 
 def test_an_error_without_a_process_group_names_torchruns_rank(monkeypatch):

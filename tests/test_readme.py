@@ -5,6 +5,7 @@ import ast
 import os
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def locked_tower(tmp_path):
 
 @on_ranks(2, timeout_s=90)
 def test_the_examples_run_in_their_order_on_two_ranks(locked_tower):
+    warnings.filterwarnings("ignore", "(?s).*TRUST ON FIRST USE", safeload.UnverifiedWarning)
     for blocks_of_section in sections().values():
         names = surroundings(locked_tower)
         for line, text in blocks_of_section:
