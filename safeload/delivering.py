@@ -31,6 +31,7 @@ from safeload.reporting import StageClock
 from safeload.requesting import Request
 from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
 from safeload.sourcing import Sourced
+from safeload.staging import stage
 
 __all__ = ["Call", "Filled", "Letter", "deliver"]
 
@@ -196,8 +197,11 @@ def _take_over(
     if sourced is not None:
         answer = replace(answer, has_blocks=blocks is not None)
     elif letter.layout is not None:
-        blocks, answer = take_over(letter.layout, device=device)
-    answers = [Answer.from_json(raw) for raw in ranks.gather_bytes("share", answer.to_json())]
+        with stage("share"):
+            blocks, answer = take_over(letter.layout, device=device)
+    with stage("share"):
+        said = answer.to_json()
+    answers = [Answer.from_json(raw) for raw in ranks.gather_bytes("share", said)]
     return blocks, choose(request.transport, answers, source_rank=ranks.source_rank)
 
 
