@@ -29,8 +29,8 @@ def passed_by() -> bool:
     """Say whether somebody is asking for the parts of a tower who has to find none.
 
     DeepSpeed would partition them, and broadcast over them. `torch.distributed.checkpoint`, about to load, walks
-    modules by itself, past `state_dict()`, and would demand keys that no state dict has; its names are private, and looked at
-    here only.
+    modules by itself, past `state_dict()`, and would demand keys that no state dict has; its names are private, and
+    looked at here only.
     """
     if torch.compiler.is_compiling():
         return False
