@@ -9,26 +9,39 @@ from __future__ import annotations
 import sys
 import warnings
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
+from torch.nn.modules import module as nn_module
 
 from safeload.errors import ProtectionError
 from safeload.keeping import Kept, Protection
 
-__all__ = ["answer_checkpoint", "asked_what_to_load", "brings_the_same", "destination_of", "report_conflicts"]
+__all__ = ["answer_checkpoint", "brings_the_same", "destination_of", "passed_by", "report_conflicts"]
 
 
-def asked_what_to_load() -> bool:
-    """Say whether `torch.distributed.checkpoint` asks, about to load: it walks modules by itself, past `state_dict()`.
+_WALKERS: Final = (nn_module.__name__, "safeload.guarding")  # where `parameters`, `named_modules`... are defined
 
-    It would demand the tower's keys, which no state dict has. The names in it are private and looked at here only.
+
+def passed_by() -> bool:
+    """Say whether somebody is asking for the parts of a tower who has to find none.
+
+    DeepSpeed would partition them, and broadcast over them. `torch.distributed.checkpoint`, about to load, walks
+    modules by itself, past `state_dict()`, and would demand keys that no state dict has; its names are private, and
+    looked at here only.
     """
-    frame: FrameType | None = sys._getframe(2)
-    if frame is None or frame.f_globals.get("__name__") != dcp_state_dict.__name__:
+    if torch.compiler.is_compiling():
         return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in _WALKERS:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    name = str(frame.f_globals.get("__name__"))
+    if name != dcp_state_dict.__name__:
+        return name.startswith("deepspeed.")
     while frame is not None and frame.f_code.co_name in ("recurse", "_iterate_valid_model_state"):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_load_model_state_dict"

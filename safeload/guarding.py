@@ -9,19 +9,21 @@ module keep tensors and submodules from being replaced by assignment (`listening
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
-from safeload.answering import answer_checkpoint, asked_what_to_load, destination_of
+from safeload.answering import answer_checkpoint, destination_of, passed_by
 from safeload.errors import ProtectionError, TowerChangedError
 from safeload.glancing import hook, unhook, warn
 from safeload.keeping import RECORD, Protection, record_of
 from safeload.listening import listen, place_part, remove_part
-from safeload.marking import release
+from safeload.marking import comes_from_sharder, release
 from safeload.mending import mend, overwritten
 from safeload.moving import move
 from safeload.noticing import notice_outer_checkpoint
@@ -44,6 +46,16 @@ class Guarded(nn.Module):
             release(self)
             return
         super().__setattr__(name, value)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """Take hooks of anyone but FSDP and DeepSpeed."""
+        refused = comes_from_sharder(hook)
+        return RemovableHandle(OrderedDict()) if refused else super().register_forward_pre_hook(hook, **options)
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """Take hooks of anyone but FSDP and DeepSpeed."""
+        refused = comes_from_sharder(hook)
+        return RemovableHandle(OrderedDict()) if refused else super().register_forward_hook(hook, **options)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow a move to another real device, as one move of the verified values. Casts and moves to meta pass by."""
@@ -97,23 +109,21 @@ class Guarded(nn.Module):
         answer_checkpoint(protection, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Name the modules; for DeepSpeed there are none."""
+        return iter(()) if passed_by() else super().named_modules(*args, **kwargs)
+
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Name the children; to a distributed state dict that is loaded a tower has none."""
-        return iter(()) if asked_what_to_load() else super().named_children()
+        """Name the children; for DeepSpeed and for a distributed state dict that is loaded there are none."""
+        return iter(()) if passed_by() else super().named_children()
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name the parameters; to a distributed state dict that is loaded a tower has none."""
-        hidden = not recurse and asked_what_to_load()
-        return iter(()) if hidden else super().named_parameters(prefix, recurse, remove_duplicate)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Name the parameters; for DeepSpeed and for a distributed state dict that is loaded there are none."""
+        return iter(()) if passed_by() else super().named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name the buffers; to a distributed state dict that is loaded a tower has none."""
-        hidden = not recurse and asked_what_to_load()
-        return iter(()) if hidden else super().named_buffers(prefix, recurse, remove_duplicate)
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """Name the buffers; for DeepSpeed and for a distributed state dict that is loaded there are none."""
+        return iter(()) if passed_by() else super().named_buffers(*args, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Initialise nothing: an outer `from_pretrained` of transformers calls this for every module of the tower."""

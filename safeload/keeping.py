@@ -164,6 +164,8 @@ def _refuse_unfit(name: str, tensor: torch.Tensor, tower: str) -> None:
     problem = None
     if type(tensor) not in PLAIN:
         problem = f"is a {type(tensor).__name__}; sharded and quantised tensors cannot be protected"
+    elif hasattr(tensor, "ds_id"):
+        problem = "is partitioned by DeepSpeed ZeRO-3; build the tower outside deepspeed.zero.Init"
     elif tensor.is_meta:
         problem = "has no data (meta device)"
     elif tensor.layout is not torch.strided:

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["is_marked", "mark", "release", "spare_from_ddp", "unmark"]
+__all__ = ["comes_from_sharder", "is_marked", "mark", "release", "spare_from_ddp", "unmark"]
 
 _CLAIM: Final = "replicate"
-_FSDP: Final = "torch.distributed.fsdp"
+_SHARDERS: Final = ("torch.distributed.fsdp", "deepspeed.")
 _HOOK_TABLES: Final = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -76,20 +76,25 @@ def unmark(module: nn.Module) -> None:
                 del part.__dict__[key]
 
 
-def _comes_from_fsdp(hook: Any) -> bool:
+def comes_from_sharder(hook: Any) -> bool:
+    """Say whether a forward hook is one of FSDP or DeepSpeed, which cast and gather.
+
+    Args:
+        hook: The function, a bound method or a partial.
+    """
     function = getattr(hook, "func", hook)  # partial
     function = getattr(function, "__func__", function)  # bound method
-    return str(getattr(function, "__module__", "")).startswith(_FSDP)
+    return str(getattr(function, "__module__", "")).startswith(_SHARDERS)
 
 
 def release(part: nn.Module) -> None:
-    """Take off what FSDP put on a module of a tower: its class, its state and the hooks that cast inputs and outputs.
+    """Take off what FSDP or DeepSpeed put on a module of a tower: its class, state and casting hooks.
 
     Args:
         part: A module of a tower. Hooks of anyone else stay.
     """
     for number in [
-        n for name in _HOOK_TABLES[::2] for n, hook in getattr(part, name).items() if _comes_from_fsdp(hook)
+        n for name in _HOOK_TABLES[::2] for n, hook in getattr(part, name).items() if comes_from_sharder(hook)
     ]:
         for name in _HOOK_TABLES:
             getattr(part, name).pop(number, None)
