@@ -16,7 +16,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Final
 
@@ -58,6 +58,7 @@ class Call:
         self._waiting = True  # the caller's thread does the looking itself, in the slices of its wait
         self._draining = False  # in lock-step collectives: only a lost rank may end the stage early
         self._announced = False
+        self._held = False
         self._left = False
         self._deadline = time.monotonic() + self._timeout_s
         self._trouble_since: float | None = None
@@ -157,6 +158,15 @@ class Call:
             self._line.check()
         except StoreLost as error:
             raise self._store_lost(error) from error
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """On the judge: work before the next `go`, while the others are in no collective but wait for this rank."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
 
     def go(self, *, stop: bool = False) -> None:
         """On the judge: let the others into the next collectives of this stage, or tell them that none will follow."""
@@ -266,7 +276,8 @@ class Call:
         unexplained = flag == b"stuck" and not self.watch.lost  # the watch needs some seconds to find out who is lost
         grace_s = _STUCK_GRACE_S if unexplained else _GRACE_S
         grace_over = self._trouble_since is not None and now - self._trouble_since >= grace_s
-        if grace_over and (self.watch.lost or flag == b"stuck" or not self._draining):
+        in_collectives = self._draining and not self._held
+        if grace_over and (self.watch.lost or flag == b"stuck" or not in_collectives):
             return blame_trouble(store, self._scene())
         if now >= self._deadline + (0 if self.judges else _MARGIN_S):
             return blame_silence(store, self._scene())
@@ -279,7 +290,7 @@ class Call:
             judge=self._judge,
             index=self._index,
             stage=self._stage,
-            announced=self._announced,
+            announced=self._announced or self._held,
             timeout_s=self._timeout_s,
         )
 

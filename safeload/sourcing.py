@@ -85,7 +85,8 @@ class Sourced:
             if found is not None:
                 number, begin, end = found
                 whole = self.load_plan.segments[segment].size_bytes
-                self.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
+                with stage("seal"):
+                    self.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
 
     def finish(self, *, chunks_agree: bool | None = None) -> None:
         """Wait until all is read, and compare it with what it should be.

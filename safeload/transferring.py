@@ -107,8 +107,9 @@ class Transfers:
     def _get_ready(self, payload: Payload, window: Sequence[int]) -> Exception | None:
         if self._call.seat.rank == self._source_rank:
             try:
-                for index in window:
-                    payload.ready(index)
+                with self._call.hold():
+                    for index in window:
+                        payload.ready(index)
             except Exception as error:
                 return self._note(error, payload.stage)
         return None
