@@ -58,6 +58,7 @@ class Call:
         self._waiting = True  # the caller's thread does the looking itself, in the slices of its wait
         self._draining = False  # in lock-step collectives: only a lost rank may end the stage early
         self._announced = False
+        self._held = False
         self._left = False
         self._deadline = time.monotonic() + self._timeout_s
         self._trouble_since: float | None = None
@@ -167,6 +168,15 @@ class Call:
         except StoreLost as error:
             raise self._store_lost(error) from error
 
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """On the judge: work before the next `go`, while the others are in no collective but wait for this rank."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
     def go(self, *, stop: bool = False) -> None:
         """On the judge: let the others into the next collectives of this stage, or tell them that none will follow."""
         key, self._go_count = f"go/{self._index}/{self._go_count}", self._go_count + 1
@@ -275,7 +285,8 @@ class Call:
         unexplained = flag == b"stuck" and not self.watch.lost  # the watch needs some seconds to find out who is lost
         grace_s = _STUCK_GRACE_S if unexplained else _GRACE_S
         grace_over = self._trouble_since is not None and now - self._trouble_since >= grace_s
-        if grace_over and (self.watch.lost or flag == b"stuck" or not self._draining):
+        in_collectives = self._draining and not self._held
+        if grace_over and (self.watch.lost or flag == b"stuck" or not in_collectives):
             return blame_trouble(store, self._scene())
         if now >= self._deadline + (0 if self.judges else _MARGIN_S):
             return blame_silence(store, self._scene())
@@ -288,7 +299,7 @@ class Call:
             judge=self._judge,
             index=self._index,
             stage=self._stage,
-            announced=self._announced,
+            announced=self._announced or self._held,
             timeout_s=self._timeout_s,
         )
 
