@@ -146,15 +146,6 @@ class Call:
         self._waiting = True
         return self._conclude(lambda: statement, cause)
 
-    @contextlib.contextmanager
-    def awaited_alone(self) -> Iterator[None]:
-        """On the judge: while this lasts the others wait for it, and only it can be late."""
-        before, self._announced = self._announced, True
-        try:
-            yield
-        finally:
-            self._announced = before
-
     def check(self) -> None:
         """Raise if the stage is known to have failed elsewhere; costs nothing. For long work and for polling loops.
 

@@ -107,11 +107,7 @@ class Transfers:
     def _get_ready(self, payload: Payload, window: Sequence[int]) -> Exception | None:
         if self._call.seat.rank == self._source_rank:
             try:
-<<<<<<< HEAD
-                with self._call.awaited_alone():
-=======
                 with self._call.hold():
->>>>>>> group
                     for index in window:
                         payload.ready(index)
             except Exception as error:
