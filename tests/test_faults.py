@@ -131,7 +131,8 @@ def raise_foreign():
 
 
 SHARED_TABLE = [row for row in TABLE if row[0] not in ("allocate", "broadcast")]
-SHARED_TABLE += [("build", "safeload.delivering.take_over", PEER)]  # between two stages: told under the one before
+SHARED_TABLE += [("share", "safeload.delivering.take_over", PEER)]
+SHARED_TABLE += [("share", "safeload.sharing.Answer.to_json", rank) for rank in (SOURCE, PEER)]
 
 
 @pytest.mark.parametrize(
