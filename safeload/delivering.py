@@ -109,9 +109,7 @@ def deliver(call: Call, sourced: Sourced | None) -> Filled:
         device = ranks.agree("device", lambda: _device(request.device))
         module = ranks.agree("build", lambda: sourced.module if sourced else _build_peer(request, letter))
     with clock.stage("share"):
-        blocks, choice = _take_over(request, ranks, letter, device, sourced)
-    if blocks is not None and sourced is None:
-        call.kept.callback(blocks.close)
+        blocks, choice = _take_over(call, letter, device, sourced)
     load_plan = letter.load_plan
     if choice.transport == "shared":
         if len(choice.nodes) > 1:
@@ -190,7 +188,7 @@ def _read_letter(ranks: Group, sourced: Sourced | None) -> Letter:
 
 
 def _take_over(
-    request: Request, ranks: Group, letter: Letter, device: torch.device, sourced: Sourced | None
+    call: Call, letter: Letter, device: torch.device, sourced: Sourced | None
 ) -> tuple[Blocks | None, Choice]:
     """Take the node's memory over where that can be done on every rank, and choose the transport."""
     blocks, answer = sourced.blocks if sourced else None, Answer(device=str(device), node=node_key(), has_blocks=False)
@@ -199,10 +197,12 @@ def _take_over(
     elif letter.layout is not None:
         with stage("share"):
             blocks, answer = take_over(letter.layout, device=device)
+        if blocks is not None:
+            call.kept.callback(blocks.close)  # at once: the ranks have still to agree
     with stage("share"):
         said = answer.to_json()
-    answers = [Answer.from_json(raw) for raw in ranks.gather_bytes("share", said)]
-    return blocks, choose(request.transport, answers, source_rank=ranks.source_rank)
+    answers = [Answer.from_json(raw) for raw in call.ranks.gather_bytes("share", said)]
+    return blocks, choose(call.request.transport, answers, source_rank=call.ranks.source_rank)
 
 
 def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Sourced | None) -> None:

@@ -82,8 +82,10 @@ def test_memory_is_told_rank_by_rank(result):
     if sys.platform != "linux":
         pytest.skip("only Linux tells a process's share of memory")
     for row in result.safe:
-        assert row.peak_bytes >= row.before_bytes + result.setting.tower_bytes // 2
+        assert row.peak_bytes >= row.before_bytes > 0
         assert row.peak_bytes >= row.after_bytes > 0
+    whole_job = sum(row.after_bytes - row.before_bytes for row in result.safe if row.way == result.safe[0].way)
+    assert whole_job >= result.setting.tower_bytes // 2, "one copy, in the shares of all ranks together"
 
 
 def test_the_tables_fit_80_columns_and_say_what_was_seen(result):
