@@ -88,4 +88,6 @@ def _resolve(group: Any) -> ProcessGroup:
             f"rank {dist.get_rank()} is not a member of the group it loads in; only members may call",
             rank=dist.get_rank(),
         )
-    return group  # type: ignore[no-any-return]
+    if not isinstance(group, dist.ProcessGroup):
+        raise GroupError(f"group is {group!r}: expected a process group, a one-dimensional device mesh, or None")
+    return group

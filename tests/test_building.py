@@ -347,10 +347,11 @@ def test_safetensors_may_be_asked_for_by_name(tmp_path):
 @pytest.mark.parametrize("named", ["folder", "file"])
 @pytest.mark.parametrize("model_class", [CLIPVisionModel, AutoModel])
 def test_weights_without_their_configuration_are_refused(tmp_path, model_class, named):
-    """CLIPVisionModel's defaults fit the shapes; only the activation would be another."""
+    """Where the class's defaults fit in shape, plain transformers takes another activation and says nothing."""
     path = tmp_path / "weights" / "model.safetensors"
-    config = CLIPVisionConfig(hidden_act="gelu", num_hidden_layers=1)
+    config = CLIPVisionConfig(hidden_act="gelu", hidden_size=64, num_attention_heads=4, intermediate_size=128)
     CLIPVisionModel(config).save_pretrained(path.parent)
+    config = CLIPVisionConfig.from_pretrained(path.parent)
     (path.parent / "config.json").unlink()
     where = path if named == "file" else path.parent
     with pytest.raises(SourceError, match=r"no config\.json"):

@@ -122,6 +122,10 @@ def test_only_members_may_call_and_the_source_must_exist():
     else:
         with pytest.raises(GroupError, match="rank 1 is not a member"):
             join_group(group)
+    with pytest.raises(GroupError, match="expected a process group"):
+        join_group("world")
+    with pytest.raises(GroupError, match="timedelta"):
+        join_group(timeout=30)
     with pytest.raises(GroupError, match="source_rank is 2"):
         join_group(source_rank=2)
 
