@@ -173,7 +173,8 @@ def test_an_exception_in_any_stage_on_any_rank(kind, transport, table, tower, tm
         del error, caught
     load(tower, transport=transport)
     dist.barrier()
-    assert not leftovers() - before
+    left = leftovers() - before
+    assert not left, left
 
 
 def meet_end(tmp_path, folder, planned, options=None):

@@ -119,11 +119,11 @@ def towers_in(folders):
 # --- bit-equal, and read by one rank ---
 
 
-def check_values(folders, alone, tmp_path):
+def check_values(folders, alone, tmp_path, *, transport):
     rank = dist.get_rank()
     for name, dtype in DTYPES.items():
         with observe_opens(weights_of(folders)) as opened:
-            model = Outer(outer_config(towers_in(folders), dtype=dtype))
+            model = Outer(outer_config(towers_in(folders), dtype=dtype, transport=transport))
         assert opened.names == (("model.safetensors",) if rank == 0 else ())
         assert sorted(frozen_towers(model)) == sorted(folders)
         for tower, path in folders.items():
@@ -131,13 +131,14 @@ def check_values(folders, alone, tmp_path):
             assert isinstance(loaded, CLASSES[tower])
             assert not loaded.training
             assert digests_of(loaded) == alone[name][tower], f"{tower} {name}"
-            check_report(loaded, path, rank)
+            check_report(loaded, path, transport)
         check_features(model, folders, dtype)
     check_without_a_folder(folders, alone, tmp_path)
 
 
-def check_report(tower, path, rank):
+def check_report(tower, path, transport):
     report = load_report(tower)
+    assert report.transport == ("shared" if transport == "auto" else transport)
     assert report.provenance == "pinned"
     assert json.loads(report.to_json())["digest"] == report.digest
     size_bytes = Path(path, "model.safetensors").stat().st_size
@@ -182,12 +183,12 @@ def check_without_a_folder(folders, alone, tmp_path):
 
 @on_ranks(2, timeout_s=120)
 def test_two_ranks_hold_what_one_process_alone_loads(folders, alone, tmp_path):
-    check_values(folders, alone, tmp_path)
+    check_values(folders, alone, tmp_path, transport="broadcast")
 
 
 @on_ranks(4, timeout_s=150)
 def test_four_ranks_hold_what_one_process_alone_loads(folders, alone, tmp_path):
-    check_values(folders, alone, tmp_path)
+    check_values(folders, alone, tmp_path, transport="auto")
 
 
 # --- trained, and untouched ---
@@ -216,10 +217,10 @@ def local(parameter):
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def check_training(folders, alone):
+def check_training(folders, alone, *, transport):
     for wrap in (wrap_fsdp1, wrap_fsdp2, wrap_fsdp2_offload):
         torch.manual_seed(0)
-        model = Outer(outer_config(towers_in(folders)))
+        model = Outer(outer_config(towers_in(folders), transport=transport))
         towers = {name: getattr(model, name) for name in folders}
         held = {name: list(tensors_of(tower).items()) for name, tower in towers.items()}
         places = {name: [tensor.data_ptr() for _, tensor in tensors] for name, tensors in held.items()}
@@ -257,12 +258,12 @@ def train(model, trainable):
 
 @on_ranks(2, timeout_s=120)
 def test_training_on_two_ranks_leaves_the_towers_alone(folders, alone):
-    check_training(folders, alone)
+    check_training(folders, alone, transport="broadcast")
 
 
 @on_ranks(4, timeout_s=150)
 def test_training_on_four_ranks_leaves_the_towers_alone(folders, alone):
-    check_training(folders, alone)
+    check_training(folders, alone, transport="auto")
 
 
 # --- the report that all began with ---
