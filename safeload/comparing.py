@@ -10,7 +10,9 @@ from safeload.digests import Digest, Manifest
 from safeload.errors import IntegrityError
 from safeload.indexes import listed
 
-__all__ = ["compare", "require_covered"]
+__all__ = ["compare", "require_covered", "require_nothing_else"]
+
+_OWN = ("SHA256SUMS", "model.sig")  # what says what the files should be
 
 
 def require_covered(manifest: Manifest, names: Iterable[str]) -> None:
@@ -30,6 +32,29 @@ def require_covered(manifest: Manifest, names: Iterable[str]) -> None:
             "that names all files (safeload lock), or remove what does not belong there.",
             path=str(manifest.folder / uncovered[0]),
             algorithm="sha256",
+            provenance=manifest.provenance,
+        )
+
+
+def require_nothing_else(manifest: Manifest) -> None:
+    """Refuse a folder that holds files which the manifest does not name.
+
+    Hidden folders (`.cache`, `.git`), a lock and a signature are passed over.
+
+    Args:
+        manifest: What the folder should hold.
+
+    Raises:
+        IntegrityError: All other files are listed.
+    """
+    there = [path.relative_to(manifest.folder) for path in manifest.folder.rglob("*") if not path.is_dir()]
+    visible = [path.as_posix() for path in there if not any(part.startswith(".") for part in path.parts)]
+    extra = sorted(name for name in visible if name not in manifest.entries and name not in _OWN)
+    if extra:
+        raise IntegrityError(
+            f"{manifest.folder}: strict_folder=True, and {listed(extra)} not named by {manifest.source}. Remove what "
+            "does not belong there, or make a lock that names it.",
+            path=str(manifest.folder / extra[0]),
             provenance=manifest.provenance,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import threading
 import weakref
@@ -37,6 +38,7 @@ from safeload.verifying import expect
 
 __all__ = ["load_report", "safe_from_pretrained"]
 
+_LOG: Final = logging.getLogger("safeload")
 _CPU: Final = torch.device("cpu")
 _PENDING: Final = {"verdict": "pending", "digest": "", "provenance": "", "provenance_detail": "", "files": {}}
 
@@ -64,6 +66,7 @@ def safe_from_pretrained(
     chunk_digests: bool | None = None,
     manifest: str | os.PathLike[str] | None = None,
     manifest_sha256: str | None = None,
+    strict_folder: bool = False,
     allow_pickle: bool = False,
     progress: bool | None = None,
     ignore_unexpected: str | Sequence[str] = (),
@@ -114,6 +117,8 @@ def safe_from_pretrained(
             None does where the manifest is not pinned. `safeload.chunking` says what that rests on.
         manifest: A SHA256SUMS file to compare with.
         manifest_sha256: sha256 of that file, 64 hex digits.
+        strict_folder: Refuse a folder that holds other files than those that the manifest names; they are invisible to
+            the load in any case.
         allow_pickle: Accept `.bin` weights, read with `weights_only=True` on the source alone.
         progress: Show a progress bar on the source; None does where the output is a terminal and the load is long.
         ignore_unexpected: Regular expressions; keys of the checkpoint that match one may be left over.
@@ -157,6 +162,7 @@ def safe_from_pretrained(
         chunk_digests=chunk_digests,
         manifest=manifest,
         manifest_sha256=manifest_sha256,
+        strict_folder=strict_folder,
         allow_pickle=allow_pickle,
         progress=progress,
         ignore_unexpected=patterns(ignore_unexpected),
@@ -181,6 +187,8 @@ def safe_from_pretrained(
             agree = _compare_chunks(ranks, filled)
             ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
+        if ranks.is_source:
+            _LOG.info("%s", report)
         return ranks.agree("protect", lambda: _protect(filled, request, report))
 
 
@@ -199,7 +207,7 @@ def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: Me
     promise = call.ranks.promise()
     kept = ExitStack()  # descriptors of the shared memory, to see that it was sealed
     blocks = filled.blocks if sourced is None else None
-    module = weakref.ref(filled.module)
+    module, is_source = weakref.ref(filled.module), call.ranks.is_source
 
     def wait() -> None:
         with kept:
@@ -209,6 +217,8 @@ def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: Me
         found = module()
         if found is not None:
             tower_state(found).report = replace(report, **facts)
+            if is_source:
+                _LOG.info("%s", tower_state(found).report)
 
     tower = call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
     if sourced is None:
@@ -297,6 +307,7 @@ def _load_on_source(call: Call) -> Sourced | None:
             verify=request.verify,
             manifest=request.manifest,
             manifest_sha256=request.manifest_sha256,
+            strict_folder=request.strict_folder,
         ),
     )
     shares = ranks.size > 1 and request.transport != "broadcast"

@@ -64,6 +64,7 @@ class Request:
     chunk_digests: bool | None
     manifest: Any
     manifest_sha256: str | None
+    strict_folder: bool
     allow_pickle: bool
     progress: bool | None
     ignore_unexpected: tuple[str, ...]
@@ -115,6 +116,7 @@ class Request:
             "verify",
             "verdict",
             "manifest_sha256",
+            "strict_folder",
             "allow_pickle",
             "ignore_unexpected",
             "cast_inputs",

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from safeload.caching import Kept, read_cache, read_local_dir
-from safeload.comparing import compare, require_covered
+from safeload.comparing import compare, require_covered, require_nothing_else
 from safeload.digests import Digest, Manifest, Provenance, Verification, digest_of_all
 from safeload.errors import UnverifiedError
 from safeload.hubs import is_offline, list_digests, probe
@@ -54,6 +54,7 @@ def expect(
     manifest: ManifestLike | None = None,
     manifest_sha256: str | None = None,
     ask: bool = False,
+    strict_folder: bool = False,
 ) -> Manifest:
     """Find the best expected digests there are for a checkpoint.
 
@@ -64,6 +65,7 @@ def expect(
             `SHA256SUMS` beside the files is taken when it is there.
         manifest_sha256: The sha256 that the lock itself must have.
         ask: Ask the Hub about a repository's files also where the cache has digests of them.
+        strict_folder: Refuse a folder that holds other files than those that the manifest names.
 
     Returns:
         The manifest; its provenance is "none" when nobody vouches for the files.
@@ -71,8 +73,9 @@ def expect(
     Raises:
         SourceError: The lock is not there, or names files that are not there.
         CheckpointError: The lock is malformed.
-        IntegrityError: The lock is not the pinned one or is of another commit, or a needed file is in no manifest.
-        UnverifiedError: "strict" and there is no expected digest.
+        IntegrityError: The lock is not the pinned one or is of another commit, a needed file is in no manifest, or,
+            with `strict_folder`, the folder holds more.
+        UnverifiedError: "strict" or `strict_folder`, and there is no expected digest.
 
     Ranks:
         Source rank only.
@@ -81,8 +84,10 @@ def expect(
         return Manifest(provenance="none", source="nothing (verify='off')", folder=checkpoint.folder)
     found = pin(checkpoint, manifest, manifest_sha256) or vouch(checkpoint, ask=ask)
     require_covered(found, checkpoint.names)
-    if verify == "strict" and not found.entries:
+    if (verify == "strict" or strict_folder) and not found.entries:
         raise _unverified(checkpoint.origin, checkpoint.names)
+    if strict_folder:
+        require_nothing_else(found)
     return found
 
 
@@ -151,7 +156,8 @@ def verify(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], *, mode
 
 def _unverified(origin: str, names: tuple[str, ...]) -> UnverifiedError:
     return UnverifiedError(
-        f"{origin}: verify='strict' and no expected digest for {listed(names)}. " + _HOW_TO_LOCK.format(origin=origin),
+        f"{origin}: asked to be strict, and no expected digest for {listed(names)}. "
+        + _HOW_TO_LOCK.format(origin=origin),
         path=origin,
         provenance="none",
     )

@@ -241,3 +241,28 @@ def test_single_file(tmp_path):
     shutil.copy(tmp_path / "tower.safetensors", tmp_path / "tower.bin")
     with pytest.raises(UnsafeFormatError, match="allow_pickle"):
         inspect_checkpoint(tmp_path / "tower.bin")
+
+
+@pytest.mark.filterwarnings("ignore::safeload.UnverifiedWarning")
+def test_a_strict_folder_holds_nothing_that_the_lock_does_not_name(tmp_path, caplog):
+    from transformers import CLIPVisionModel
+
+    from safeload import safe_from_pretrained
+    from tests.towers import clip_folder
+
+    folder = clip_folder(tmp_path / "tower")
+    with pytest.raises(UnverifiedError, match="asked to be strict"):
+        safe_from_pretrained(CLIPVisionModel, folder, strict_folder=True)
+    write_lock(folder)
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "note").touch()
+    with caplog.at_level("INFO", logger="safeload"):
+        safe_from_pretrained(CLIPVisionModel, folder, strict_folder=True)
+    assert "pinned" in caplog.text
+    (folder / "sub").mkdir()
+    (folder / "sub" / "evil.py").touch()
+    (folder / "pytorch_model.bin").touch()
+    safe_from_pretrained(CLIPVisionModel, folder)
+    with pytest.raises(IntegrityError, match=r"pytorch_model\.bin.*evil\.py") as caught:
+        safe_from_pretrained(CLIPVisionModel, folder, strict_folder=True)
+    assert caught.value.stage == "expect"
