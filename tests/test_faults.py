@@ -342,13 +342,13 @@ def test_a_source_of_12_s_in_a_process_group_whose_timeout_is_5_s(tower):
 def test_work_that_does_not_end_in_time(rank, tower):
     work = {SOURCE: SOURCE_STAGES["seal"], PEER: PEER_STAGES["build"]}[rank]
     began = time.monotonic()
-    with fault(work, rank, lambda: time.sleep(6)), pytest.raises(SafeLoadError) as caught:
+    with fault(work, rank, lambda: time.sleep(12)), pytest.raises(SafeLoadError) as caught:
         load(tower, timeout=timedelta(seconds=2))
     assert type(caught.value).__name__ == "PeerError"
     assert "within 2 s" in str(caught.value)
     assert list(caught.value.failures) == [rank]
     if int(os.environ["RANK"]) != rank:
-        assert time.monotonic() - began < 2 + 3
+        assert time.monotonic() - began < 2 + 7  # the timeout, the margin for the source's word, and a slow machine
     load(tower)
 
 
