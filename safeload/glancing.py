@@ -1,6 +1,8 @@
-"""Receive the record of a tower, look at it before every forward, mend what can be mended, refuse what cannot.
+"""Receive the record of a tower, look at it before every use, mend what can be mended, refuse what cannot.
 
-The hook leaves nothing in a compiled graph: while a compiler traces it, the same glance runs once, at that time.
+Whoever calls a part of a tower by itself (`clip.get_image_features`, `vae.encode`, `tower.encoder`) is met by a hook on
+that part, which looks at what is in it; inside a call of the tower, which has been looked at as a whole, these hooks
+return at once. They leave nothing in a compiled graph: while a compiler traces, the same glance runs, at that time.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
+from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -15,9 +18,10 @@ from torch import nn
 
 from safeload.errors import TowerChangedError
 from safeload.keeping import Protection, record_of
+from safeload.listening import PART
 from safeload.mending import altered, mend, overwritten, untouched
 
-__all__ = ["glance", "hook", "unhook", "warn"]
+__all__ = ["glance", "glance_while_tracing", "hook", "unhook", "warn"]
 
 _NUMBER: Final = "_safeload_number"
 _NUMBERS: Final = itertools.count()
@@ -51,8 +55,11 @@ def glance(protection: Protection) -> None:
         SafeLoadError: The verdict was still out, and the tower is not the expected one.
     """
     protection.settle()
-    if not protection.armed and untouched(protection):
-        return
+    if protection.armed or not untouched(protection.kept, protection.parts):
+        _look_closely(protection)
+
+
+def _look_closely(protection: Protection) -> None:
     happened = mend(protection)
     trainable = sorted(name for name, how in happened.items() if "made trainable" in how)
     if trainable:
@@ -70,16 +77,34 @@ def glance(protection: Protection) -> None:
     protection.armed = False
 
 
-def _before_forward(tower: nn.Module, args: Any) -> None:
+def _before_part(part: nn.Module, args: Any) -> None:
+    mark = part.__dict__.get(PART)
+    if mark is None:  # a copied part of a tower is an ordinary module
+        return
     if torch.compiler.is_compiling():
-        _glance_while_tracing(tower.__dict__[_NUMBER])
-        any(parameter.requires_grad for parameter in tower.parameters())  # read it: traced again when one changes
-    else:
-        glance(record_of(tower))
+        glance_while_tracing(part)
+        return
+    protection = mark.protection
+    if get_ident() in protection.inside:
+        return
+    if protection.verdict is not None or protection.armed or not untouched(mark.kept, mark.parts):
+        glance(protection)
+
+
+def glance_while_tracing(part: nn.Module) -> None:
+    """Have a compiler glance at the tower when it traces a call of one of its modules.
+
+    Args:
+        part: The tower or one of its modules, called while `torch.compiler.is_compiling()`.
+    """
+    _glance_at_number(part.__dict__[_NUMBER])
+    any(  # read it: traced again when one changes
+        parameter is not None and parameter.requires_grad for parameter in part._parameters.values()
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _glance_while_tracing(number: int) -> bool:
+def _glance_at_number(number: int) -> bool:
     """Glance when a compiler traces the forward, and so before it first runs; nothing of it is left in the graph."""
     protection = _NUMBERED.get(number)
     if protection is not None:
@@ -88,16 +113,18 @@ def _glance_while_tracing(number: int) -> bool:
 
 
 def hook(tower: nn.Module) -> None:
-    """Have a tower looked at before every forward.
+    """Have the parts of a tower looked at before they are called by themselves.
 
     Args:
-        tower: A module that has its record already.
+        tower: A module that has its record and its parts' marks already.
     """
     unhook(tower)  # a copy and an unpickled tower bring theirs
     number = next(_NUMBERS)
-    tower.__dict__[_NUMBER] = number
     _NUMBERED[number] = record_of(tower)
-    tower.register_forward_pre_hook(_before_forward)
+    for part in tower.modules():
+        part.__dict__[_NUMBER] = number
+        if part is not tower and part.__dict__[PART].kept:
+            part.register_forward_pre_hook(_before_part)
 
 
 def unhook(tower: nn.Module) -> None:
@@ -106,7 +133,8 @@ def unhook(tower: nn.Module) -> None:
     Args:
         tower: Any module.
     """
-    tower.__dict__.pop(_NUMBER, None)
-    hooks = tower._forward_pre_hooks
-    for number in [number for number, hooked in hooks.items() if hooked is _before_forward]:
-        del hooks[number]
+    for part in tower.modules():
+        part.__dict__.pop(_NUMBER, None)
+        hooks = part._forward_pre_hooks
+        for number in [number for number, hooked in hooks.items() if hooked is _before_part]:
+            del hooks[number]

@@ -2,8 +2,8 @@
 
 `guard` gives the tower a subclass of its own class, as `fully_shard` does. Name, module and `isinstance` stay the same,
 so registries, `save_pretrained` and wrap policies see the class they know. Three hooks that torch offers for every
-module keep tensors and submodules from being replaced by assignment (`listening`). A glance runs before every forward
-(`glancing`).
+module keep tensors and submodules from being replaced by assignment (`listening`). A glance runs before every use of
+the tower (`entering`) and of any part of it (`glancing`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from safeload.answering import answer_checkpoint, destination_of, passed_by
+from safeload.entering import entries_of
 from safeload.errors import ProtectionError, TowerChangedError
 from safeload.glancing import hook, unhook, warn
 from safeload.keeping import RECORD, Protection, record_of
-from safeload.listening import listen, place_part, remove_part
+from safeload.listening import listen, place_parts, remove_part
 from safeload.marking import comes_from_sharder, release
 from safeload.mending import mend, overwritten
 from safeload.moving import move
@@ -182,11 +183,12 @@ def _revive(tower: nn.Module, pickled: tuple[dict[str, Any], tuple[str, str, dic
 def _guarded_class(original: type[nn.Module]) -> type[nn.Module]:
     if original in _CLASSES:
         return _CLASSES[original]
-    names = {
+    names: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_safeload_original": original,
+        **entries_of(original),
     }
     _CLASSES[original] = type(original.__name__, (Guarded, original), names)
     return _CLASSES[original]
@@ -200,8 +202,7 @@ def guard(module: nn.Module, protection: Protection) -> None:
         protection: Its record.
     """
     listen()
-    for path, part in module.named_modules():
-        place_part(part, protection, path)
+    for part in module.modules():
         part.__dict__[_FLAG] = True
     for kept in protection.kept:
         setattr(kept.tensor, _FLAG, True)
@@ -209,27 +210,8 @@ def guard(module: nn.Module, protection: Protection) -> None:
     module.__class__ = _guarded_class(type(module))
     root, *rest = protection.parts
     protection.parts = ((*root[:2], type(module)), *rest)
+    place_parts(module, protection)
     hook(module)
-    if protection.verdict is not None:
-        _wait_in_every_part(module, protection)
-
-
-def _wait_in_every_part(module: nn.Module, protection: Protection) -> None:
-    """Let each part of a tower that is not verified yet wait for the verdict when it is called by itself."""
-    verdict = protection.verdict
-
-    def settle(part: nn.Module, args: Any) -> None:
-        protection.settle()
-
-    handles = [part.register_forward_pre_hook(settle) for part in module.modules() if part is not module]
-
-    def wait() -> None:
-        if verdict is not None:
-            verdict()
-        for handle in handles:
-            handle.remove()
-
-    protection.verdict = wait
 
 
 def unguard(module: nn.Module) -> Protection:

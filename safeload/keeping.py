@@ -18,12 +18,25 @@ from torch import nn
 from safeload.errors import ProtectionError, SafeLoadError
 from safeload.fingerprinting import fingerprint, glimpse
 
-__all__ = ["PLAIN", "RECORD", "TABLES", "Kept", "Originals", "Protection", "keep", "rebase", "record_of", "version_of"]
+__all__ = [
+    "PLAIN",
+    "RECORD",
+    "TABLES",
+    "Kept",
+    "Originals",
+    "Part",
+    "Protection",
+    "keep",
+    "rebase",
+    "record_of",
+    "version_of",
+]
 
 TABLES: Final = {"parameter": "_parameters", "buffer": "_buffers"}
 PLAIN: Final = (torch.Tensor, nn.Parameter)
 
 Originals = Callable[[], Mapping[str, torch.Tensor]]
+Part = tuple[str, weakref.ref[nn.Module], type[nn.Module]]  # a module of the tower: name, itself, the class it had
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,13 +72,13 @@ class Protection:
     `conflicts` lists checkpoint keys that brought other values for the tower. `originals` gives the verified tensors
     by name where they are also in memory that the module does not use. `verdict` waits until the tower's bytes have
     been verified, and raises where they are not the expected ones; None where that is over. `refused` is what it
-    raised; `settling` lets one thread ask.
+    raised; `settling` lets one thread ask. `inside` holds the threads that are in a call of the tower as a whole.
     """
 
     name: str
     origin: str
     kept: tuple[Kept, ...]
-    parts: tuple[tuple[str, weakref.ref[nn.Module], type[nn.Module]], ...]
+    parts: tuple[Part, ...]
     report: Any = None
     armed: bool = True
     mended: list[str] = field(default_factory=list)
@@ -74,6 +87,7 @@ class Protection:
     verdict: Callable[[], None] | None = None
     refused: SafeLoadError | None = None
     settling: Any = field(default_factory=threading.RLock)
+    inside: set[int] = field(default_factory=set)
 
     def settle(self) -> None:
         """Wait for the verdict, if it is still out. It is asked for once, and what it raises is raised at every use.

@@ -15,24 +15,26 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules import module as nn_module
 
 from safeload.errors import ProtectionError
-from safeload.keeping import RECORD, Kept, Protection, rebase, record_of
+from safeload.keeping import RECORD, Kept, Part, Protection, rebase, record_of
 from safeload.marking import spare_from_ddp
 
-__all__ = ["listen", "place_part", "remove_part"]
+__all__ = ["PART", "listen", "place_parts", "remove_part"]
 
-_PART: Final = "_safeload_part"
+PART: Final = "_safeload_part"
 _REPLICA: Final = "_is_replica"  # set by nn.DataParallel on the copies it makes for one forward: they are not the tower
 _SETTERS: Final = (nn_module.__name__, "safeload.guarding")  # where `__setattr__` and `register_buffer` are defined
 
 
-class _Part:
-    """The mark on each module of a tower: the tower's record, and what the module is called in it."""
+class _Mark:
+    """The mark on each module of a tower: the tower's record, what the module is called, and what is in it."""
 
-    __slots__ = ("path", "protection")
+    __slots__ = ("kept", "parts", "path", "protection")
 
-    def __init__(self, protection: Protection, path: str) -> None:
+    def __init__(self, protection: Protection, path: str, kept: tuple[Kept, ...], parts: tuple[Part, ...]) -> None:
         self.protection = protection
         self.path = path
+        self.kept = kept
+        self.parts = parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copied part of a tower is an ordinary module."""
@@ -47,7 +49,7 @@ def _no_part() -> None:
 
 
 def _part_of(module: nn.Module) -> tuple[Protection, str] | None:
-    part = module.__dict__.get(_PART)
+    part = module.__dict__.get(PART)
     if part is None or _REPLICA in module.__dict__:
         return None
     return part.protection, part.path
@@ -147,15 +149,25 @@ def listen() -> None:
     nn_module.register_module_module_registration_hook(_on_module)
 
 
-def place_part(part: nn.Module, protection: Protection, path: str) -> None:
-    """Mark a module as part of a tower.
+def place_parts(tower: nn.Module, protection: Protection) -> None:
+    """Mark every module of a tower as part of it.
 
     Args:
-        part: The module.
-        protection: The tower's record.
-        path: What the module is called in the tower.
+        tower: The tower.
+        protection: Its record.
     """
-    part.__dict__[_PART] = _Part(protection, path)
+    tensors: dict[int, list[Kept]] = {}
+    for kept in protection.kept:
+        tensors.setdefault(id(kept.owner()), []).append(kept)
+    known = {id(part[1]()): part for part in protection.parts}
+    for path, part in tower.named_modules():
+        within = [id(each) for each in part.modules()]
+        part.__dict__[PART] = _Mark(
+            protection,
+            path,
+            tuple(kept for each in within for kept in tensors.get(each, ())),
+            tuple(known[each] for each in within),
+        )
 
 
 def remove_part(part: nn.Module) -> None:
@@ -164,4 +176,4 @@ def remove_part(part: nn.Module) -> None:
     Args:
         part: The module.
     """
-    part.__dict__.pop(_PART, None)
+    part.__dict__.pop(PART, None)
