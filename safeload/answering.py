@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Collection
 from types import FrameType
 from typing import Any, Final
 
@@ -67,31 +68,39 @@ def answer_checkpoint(protection: Protection, state_dict: dict[str, Any], prefix
         prefix: Name of the tower in it, with a dot; "" where it is loaded into the tower itself.
 
     Raises:
-        ProtectionError: Other values were to be loaded into the tower itself.
+        ProtectionError: Other values, or unknown keys, were to be loaded into the tower itself.
     """
     brought = {key: state_dict.pop(key) for key in [key for key in state_dict if key.startswith(prefix)]}
-    persistent = {prefix + kept.name: kept for kept in protection.kept if kept.persistent}
-    conflicts = sorted(key for key, value in brought.items() if not brings_the_same(persistent.get(key), value))
-    state_dict.update({key: kept.tensor for key, kept in persistent.items()})
+    known = {prefix + kept.name: kept for kept in protection.kept}
+    conflicts = sorted(key for key, value in brought.items() if not brings_the_same(known.get(key), value))
+    state_dict.update({key: kept.tensor for key, kept in known.items() if kept.persistent})
     if conflicts:
-        report_conflicts(protection, conflicts, refuse=not prefix)
+        unknown = [key for key in conflicts if key not in known]
+        report_conflicts(protection, conflicts, unknown=unknown, refuse=not prefix)
 
 
-def report_conflicts(protection: Protection, conflicts: list[str], *, refuse: bool) -> None:
+def report_conflicts(
+    protection: Protection, conflicts: list[str], *, unknown: Collection[str] = (), refuse: bool
+) -> None:
     """Say which keys of a checkpoint brought other values for a tower, which won, and how to choose.
 
     Args:
         protection: The tower's record; the keys are added to its `conflicts`.
         conflicts: The keys, as in the checkpoint.
+        unknown: Those of them that are no tensor of the tower: misspelt, or of another version of its class.
         refuse: Raise; else warn. Loading into the tower itself is refused.
 
     Raises:
         ProtectionError: `refuse` was given.
     """
     protection.conflicts.extend(conflicts)
+    tower = f"tower {protection.name!r} (from {protection.origin})"
+    other = [key for key in conflicts if key not in unknown]
+    said = [f"has other values for {len(other)} tensors of {tower}: {', '.join(other)}"] if other else []
+    if unknown:
+        said.append(f"names {len(unknown)} tensors that {tower} does not have: {', '.join(unknown)}")
     message = (
-        f"the checkpoint has other values for {len(conflicts)} tensors of tower {protection.name!r} (from "
-        f"{protection.origin}): {', '.join(conflicts)}. The verified values were kept. To use the checkpoint's, call "
+        f"the checkpoint {'; it '.join(said)}. The verified values were kept. To use the checkpoint's, call "
         "safeload.unfreeze(tower) before loading it."
     )
     if refuse:

@@ -11,6 +11,7 @@ configuration, not a file. The values follow by the plan.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +27,13 @@ from safeload.errors import CheckpointError, SafeLoadError, SourceError
 from safeload.families import dtype_keyword, family
 from safeload.fitting import architectures, check_fit
 from safeload.recipes import Recipe, call_factory, constructor
+from safeload.requesting import KEYWORDS
 
 __all__ = ["build_peer", "build_source"]
 
 _META: Final = torch.device("meta")
 _CPU: Final = torch.device("cpu")
+_UNKNOWN_KEYWORD: Final = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def build_source(
@@ -151,11 +154,25 @@ def _quietly(
         except SafeLoadError:
             raise
         except Exception as error:
+            _refuse_unknown(error, kwargs, model_class)
             why = str(error).replace(folder, origin)  # the private folder is gone when this is read
             raise CheckpointError(
                 f"{model_class.__name__}.from_pretrained could not load the checkpoint {origin}: {why}", path=origin
             ) from error
     return loaded
+
+
+def _refuse_unknown(error: Exception, kwargs: Mapping[str, Any], model_class: Any) -> None:
+    """Say so where it was a keyword that nobody knows; those that the configuration does not take reach the class."""
+    found = _UNKNOWN_KEYWORD.search(str(error)) if isinstance(error, TypeError) else None
+    if found is None or found[1] not in kwargs:
+        return
+    near = difflib.get_close_matches(found[1], KEYWORDS, n=1)
+    hint = f" Did you mean {near[0]}=?" if near else ""
+    raise SafeLoadError(
+        f"safe_from_pretrained() has no keyword {found[1]!r}, and neither has {model_class.__name__} or its "
+        f"configuration.{hint}"
+    ) from error
 
 
 @contextlib.contextmanager

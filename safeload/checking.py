@@ -173,6 +173,11 @@ def check_towers(
 
     Reads every value of the towers once, where they are; nothing is sent but names and digests.
 
+    With memory="sealed" the verified values stay at hand, in memory that nobody can change. With memory="mapped" they
+    are those of the file, and their fingerprints are taken at the first check: what is written into the file later is
+    named by the next check; what was written into it between the load and the first check is not, it is taken for the
+    verified value. Where that matters, check once right after such a load, or load with memory="sealed".
+
     Args:
         model: A model with protected towers, wrapped or not.
         group: The ranks that have to agree; None is the default process group, if there is one.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from safeload.casting import remove_boundary
 from safeload.errors import ProtectionError
 from safeload.guarding import Guarded, guard, unguard
 from safeload.keeping import Originals, Protection, keep, record_of
@@ -72,7 +73,12 @@ def frozen_towers(model: nn.Module) -> dict[str, nn.Module]:
 
     Returns:
         The towers by qualified name; the name is "" where the model itself is a tower.
+
+    Raises:
+        ProtectionError: This is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ProtectionError(f"model is a {type(model).__name__}: expected an nn.Module. Pass the model itself.")
     return {name: part for name, part in model.named_modules() if isinstance(part, Guarded)}
 
 
@@ -94,7 +100,9 @@ def tower_state(module: nn.Module) -> Protection:
 def unfreeze(tower: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Lift the protection for a stage that trains the tower.
 
-    Its values are copied into memory of its own. Call it before the model is wrapped or given to an optimizer.
+    Its values are copied into memory of its own. Call it before the model is wrapped or given to an optimizer. With the
+    protection go `cast_inputs=True` and the errors about dtypes: autocast or FSDP's mixed precision casts for a tower
+    that trains, and would not know of them.
 
     Args:
         tower: A protected tower.
@@ -111,6 +119,7 @@ def unfreeze(tower: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module
     mend(tower_state(tower))
     protection = unguard(tower)
     unmark(tower)
+    remove_boundary(tower)
     for tensor in {id(kept.tensor): kept.tensor for kept in protection.kept}.values():
         target = tensor.dtype
         if tensor.is_floating_point():

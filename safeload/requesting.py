@@ -15,7 +15,7 @@ from torch import nn
 from safeload.errors import SafeLoadError, SourceError
 from safeload.families import family
 
-__all__ = ["Request", "floating_dtype", "patterns"]
+__all__ = ["KEYWORDS", "Request", "floating_dtype", "patterns"]
 
 _CHOICES: Final = {
     "transport": ("auto", "shared", "broadcast"),
@@ -24,6 +24,12 @@ _CHOICES: Final = {
     "verdict": ("load", "first_use"),
 }
 
+KEYWORDS: Final = (  # of `safe_from_pretrained`, to find what a misspelt one was meant to be
+    *("config", "revision", "subfolder", "variant", "cache_dir", "token", "local_files_only", "dtype", "device"),
+    *("group", "source_rank", "transport", "memory", "timeout", "verify", "verdict", "chunk_digests", "manifest"),
+    *("manifest_sha256", "strict_folder", "allow_pickle", "progress", "ignore_unexpected", "cast_inputs"),
+    *("trust_remote_code", "key_mapping", "attn_implementation"),
+)
 _HALF_BYTES: Final = 2  # float8 and less is a storage form that needs scales: no cast makes a tower of it
 
 # Arguments of from_pretrained that would split, quantise or replace what is loaded; and what to say instead.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from safeload.errors import PrecisionError
 from safeload.rewrapping import reshard
 from safeload.ruling import Finding, Rule
 
@@ -47,7 +48,17 @@ def parameter_rows(model: nn.Module) -> list[ParameterRow]:
     """Return a row for each distinct parameter of a model, in order of registration.
 
     FSDP2 modules that still hold gathered copies give them back first: the copies are not the parameters that train.
+
+    Raises:
+        PrecisionError: This is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise PrecisionError(
+            f"model is a {type(model).__name__}: expected an nn.Module.",
+            stage="precision",
+            parameters={},
+            fix="pass the model itself",
+        )
     reshard(model)
     names: dict[int, list[str]] = {}
     first: dict[int, nn.Parameter] = {}

@@ -38,7 +38,7 @@ from safeload.families import dtype_keyword
 from safeload.placing import allocate, check_module, place
 from safeload.planning import plan, segment_views
 from safeload.recipes import Recipe, recipe_of
-from safeload.requesting import Request, floating_dtype
+from safeload.requesting import KEYWORDS, Request, floating_dtype
 from tests.towers import VISION, assert_equal_towers, clip_folder, edit_json, full_clip_folder, rewrite, tensors_of
 
 CPU = torch.device("cpu")
@@ -310,6 +310,23 @@ def test_what_cannot_be_honoured_is_refused_with_what_to_do(tmp_path, kwargs, wo
         warnings.simplefilter("ignore")
         with pytest.raises(SafeLoadError, match=words):
             safe_from_pretrained(CLIPVisionModel, **{"pretrained_model_name_or_path": tmp_path, **kwargs})
+
+
+def test_an_unknown_keyword_is_called_that_and_a_near_one_is_named(tmp_path):
+    clip_folder(tmp_path)
+    with pytest.raises(SafeLoadError, match=r"no keyword 'verfy'.*CLIPVisionModel.*Did you mean verify=") as caught:
+        safe_from_pretrained(CLIPVisionModel, tmp_path, verfy="strict")
+    assert not isinstance(caught.value, CheckpointError)
+    with pytest.raises(SafeLoadError, match=r"no keyword 'frobnicate', and neither has .*configuration\.$"):
+        safe_from_pretrained(CLIPVisionModel, tmp_path, verify="off", frobnicate=1)
+
+
+def test_the_keywords_are_those_of_the_function():
+    import inspect
+
+    kinds = inspect.signature(safe_from_pretrained).parameters.values()
+    own = {each.name for each in kinds if each.kind is each.KEYWORD_ONLY}
+    assert set(KEYWORDS) == own | {"trust_remote_code", "key_mapping", "attn_implementation"}
 
 
 def test_a_model_class_must_be_callable(tmp_path):

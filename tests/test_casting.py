@@ -17,7 +17,7 @@ from torch import nn
 from safeload import safe_from_pretrained
 from safeload.casting import install_boundary_casts, install_boundary_errors, remove_boundary
 from safeload.errors import PrecisionError
-from safeload.protecting import protect
+from safeload.protecting import protect, unfreeze
 from tests.towers import clip_folder
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -322,6 +322,21 @@ def test_a_module_without_floating_weights_is_called_as_it_is():
 
     x = torch.ones(2)
     assert install_boundary_casts(Count())(x) is x
+
+
+@pytest.mark.parametrize("cast_inputs", [False, True])
+def test_an_unfrozen_tower_has_no_boundary(tmp_path, cast_inputs):
+    save_file({name: value.clone() for name, value in Tower().state_dict().items()}, tmp_path / "tower.safetensors")
+    tower = safe_from_pretrained(
+        Tower, tmp_path / "tower.safetensors", verify="off", device="cpu", cast_inputs=cast_inputs
+    )
+    unfreeze(tower)
+    assert type(tower) is Tower
+    assert set(tower.__dict__) - set(Tower().__dict__) <= {"_is_hf_initialized"}
+    with pytest.raises(RuntimeError, match="dtype"):
+        tower(torch.ones(2, 4).half())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tower(torch.ones(2, 4))["features"].dtype is torch.bfloat16
 
 
 def test_cast_inputs_on_the_load_and_the_error_without(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from safeload.errors import PrecisionError, from_fields
+from safeload.gradients import gradient_report
 from safeload.precision import PrecisionWarning, check_precision
 from safeload.protecting import protect
 from safeload.upcasting import upcast_trainable
@@ -25,6 +26,13 @@ class Outer(nn.Module):
         self.projector = nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 6)).to(projector)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)).to(layers)
         self.norm = nn.LayerNorm(6)
+
+
+@pytest.mark.parametrize("ask", [lambda x: check_precision(x, mixed_precision="no"), upcast_trainable, gradient_report])
+@pytest.mark.parametrize("what", [None, "model", [nn.Linear(1, 1)]])
+def test_what_is_no_module_is_a_typed_error(ask, what):
+    with pytest.raises(PrecisionError, match=rf"model is a {type(what).__name__}.*nn\.Module"):
+        ask(what)
 
 
 def test_a_right_model_passes_and_its_tower_is_listed_with_its_dtype():

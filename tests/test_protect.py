@@ -207,6 +207,29 @@ def test_other_values_in_a_state_dict_are_reported_by_name_and_the_verified_ones
     assert tower_state(model.tower).conflicts == [f"tower.{name}"]
 
 
+def test_a_misspelt_key_of_the_tower_is_called_that():
+    model, want = pair("clip")
+    name = sorted(model.tower.state_dict())[2]
+    state = {**model.state_dict(), f"tower.{name}x": torch.zeros(1)}
+    with pytest.warns(
+        UserWarning, match=rf"names 1 tensors that tower 'clip' .* does not have: tower\.{name}x\..*kept"
+    ):
+        model.load_state_dict(state)
+    state[f"tower.{name}"] = model.tower.state_dict()[name] + 1
+    with pytest.warns(UserWarning, match=rf"other values for 1 tensors .*: tower\.{name}; it names 1 tensors that"):
+        model.load_state_dict(state, strict=False)
+    assert_whole(model.tower, want)
+
+
+def test_a_buffer_that_older_checkpoints_hold_is_silent_where_it_is_the_same():
+    model, want = pair("seed")
+    state = {**model.state_dict(), "tower.signs": model.tower.signs.clone()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(state)
+    assert_whole(model.tower, want)
+
+
 def test_other_values_loaded_into_the_tower_itself_are_refused():
     tower = protected()
     state = {name: value + 1 for name, value in tower.state_dict().items()}
