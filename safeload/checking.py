@@ -77,7 +77,7 @@ def _require_towers(model: nn.Module) -> dict[str, nn.Module]:
 def _changed_modules(tower: nn.Module, protection: Protection) -> dict[str, str]:
     """Name the modules of a tower that were replaced, removed or added behind the guard."""
     now = dict(tower.named_modules(remove_duplicate=False))
-    known = {path: reference() for path, reference, _ in protection.parts}
+    known = {part.path: part.module() for part in protection.parts}
     changes = {}
     for path, part in known.items():
         if path not in now:

@@ -71,6 +71,7 @@ def _entry(original: type[nn.Module], name: str, method: Callable[..., Any]) -> 
         protection, me = record_of(self), get_ident()
         if me in protection.inside:
             return own(self, *args, **kwargs)
+        protection.within.discard(me)  # of a part's call that was interrupted
         glance(protection)
         protection.inside.add(me)
         try:

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["fingerprint", "glimpse"]
+__all__ = ["few_values", "fingerprint", "glimpse"]
 
 _ROW_WORDS: Final = 4096  # 32 KiB a row: the coefficients stay in the first-level cache; 8.7 GB/s on one core
 _BLOCK_WORDS: Final = 2**22  # words multiplied at a time where there is no integer matrix product (accelerators)
@@ -91,17 +91,24 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return f"{label}:{int(digests.item()) % 2**64:016x}"
 
 
-def _few_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of at most `_GLIMPSE_VALUES` values, spread over the tensor; nothing is copied but them."""
+def few_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of at most `_GLIMPSE_VALUES` values, spread over a contiguous tensor.
+
+    Args:
+        tensor: A dense tensor, contiguous and without gradients.
+    """
+    step = max(1, tensor.numel() // _GLIMPSE_VALUES)
+    return tensor.view(-1)[::step][:_GLIMPSE_VALUES]
+
+
+def _few_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a few values; nothing is copied but them."""
     plain = tensor.detach()
-    count = plain.numel()
     if not plain.is_contiguous():
         for dim in range(plain.dim()):
             plain = plain.narrow(dim, 0, min(plain.shape[dim], 2))
         return _bytes_of(plain)[: 8 * _GLIMPSE_VALUES]
-    flat = plain.reshape(-1)
-    step = max(1, count // _GLIMPSE_VALUES)
-    return _bytes_of(flat[::step][:_GLIMPSE_VALUES])
+    return _bytes_of(few_values(plain))
 
 
 @torch.no_grad()
@@ -114,7 +121,7 @@ def glimpse(tensors: Sequence[torch.Tensor]) -> tuple[bytes, ...]:
     Returns:
         One byte string a tensor, in their order.
     """
-    few = [_few_values(tensor) for tensor in tensors]
+    few = [_few_bytes(tensor) for tensor in tensors]
     seen: dict[int, bytes] = {}
     for device in {part.device for part in few}:
         places = [place for place, part in enumerate(few) if part.device == device]

@@ -1,7 +1,7 @@
 """Receive the record of a tower, look at it before every use, mend what can be mended, refuse what cannot.
 
 Whoever calls a part of a tower by itself (`clip.get_image_features`, `vae.encode`, `tower.encoder`) is met by a hook on
-that part, which looks at what is in it; inside a call of the tower, which has been looked at as a whole, these hooks
+that part, which looks at what is in it; inside a call of the tower or of a part, which has been looked at, these hooks
 return at once. They leave nothing in a compiled graph: while a compiler traces, the same glance runs, at that time.
 """
 
@@ -19,7 +19,8 @@ from torch import nn
 from safeload.errors import TowerChangedError
 from safeload.keeping import Protection, record_of
 from safeload.listening import PART
-from safeload.mending import altered, mend, overwritten, untouched
+from safeload.mending import altered, displaced, mend, overwritten, untouched
+from safeload.sampling import agrees
 
 __all__ = ["glance", "glance_while_tracing", "hook", "unhook", "warn"]
 
@@ -45,7 +46,8 @@ def warn(protection: Protection, what: str) -> None:
 def glance(protection: Protection) -> None:
     """Look at every tensor's identity, form and count of changes, mend what can be mended, refuse what cannot.
 
-    The first time, and after anything that may have changed the tower, a few values of every tensor are compared too.
+    A few values of every tensor are compared too: each time where the tower is in the host's memory; elsewhere the
+    first time, and after anything that may have changed it.
 
     Args:
         protection: The tower's record.
@@ -57,6 +59,9 @@ def glance(protection: Protection) -> None:
     protection.settle()
     if protection.armed or not untouched(protection.kept, protection.parts):
         _look_closely(protection)
+    elif not agrees(protection, "", protection.kept):
+        protection.armed = True
+        _look_closely(protection)
 
 
 def _look_closely(protection: Protection) -> None:
@@ -65,7 +70,10 @@ def _look_closely(protection: Protection) -> None:
     if trainable:
         warn(protection, f"{len(trainable)} of its parameters had been made trainable and were frozen again")
     changes = overwritten(protection, depth="glimpse" if protection.armed else "versions")
-    changes |= {kept.name: how for kept in protection.kept if (how := altered(kept)) is not None}
+    whole = protection.parts[0].module() is not None  # else somebody took a part, and dropped the rest
+    looked_at = [kept for kept in protection.kept if whole or kept.owner() is not None]
+    changes |= {kept.name: how for kept in looked_at if (how := altered(kept)) is not None}
+    changes |= displaced(protection)
     if changes:
         listed = "; ".join(f"{name}: {how}" for name, how in sorted(changes.items()))
         raise TowerChangedError(
@@ -77,6 +85,20 @@ def _look_closely(protection: Protection) -> None:
     protection.armed = False
 
 
+class _Leaving:
+    """A hook for one call of a part: the thread is outside again, whether the call succeeds or not."""
+
+    def __init__(self, protection: Protection, part: nn.Module) -> None:
+        self._within, self._thread = protection.within, get_ident()
+        self._within.add(self._thread)
+        self._handle = part.register_forward_hook(self, always_call=True)
+
+    def __call__(self, part: nn.Module, args: Any, output: Any) -> None:
+        if get_ident() == self._thread:  # another thread in the same part runs this too
+            self._within.discard(self._thread)
+            self._handle.remove()
+
+
 def _before_part(part: nn.Module, args: Any) -> None:
     mark = part.__dict__.get(PART)
     if mark is None:  # a copied part of a tower is an ordinary module
@@ -84,11 +106,16 @@ def _before_part(part: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         glance_while_tracing(part)
         return
-    protection = mark.protection
-    if get_ident() in protection.inside:
+    protection, me = mark.protection, get_ident()
+    if me in protection.inside or me in protection.within:
         return
-    if protection.verdict is not None or protection.armed or not untouched(mark.kept, mark.parts):
+    same = protection.verdict is None and not protection.armed and untouched(mark.kept, mark.parts)
+    if same and not agrees(protection, mark.path, mark.kept):
+        same, protection.armed = False, True
+    if not same:
         glance(protection)
+    if part._modules:
+        _Leaving(protection, part)
 
 
 def glance_while_tracing(part: nn.Module) -> None:

@@ -9,6 +9,7 @@ the tower (`entering`) and of any part of it (`glancing`).
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -33,6 +34,7 @@ from safeload.shielding import shielded
 __all__ = ["Guarded", "guard", "original_class", "record_of", "unguard"]
 
 _FLAG: Final = "_is_hf_initialized"  # transformers initialises no module and no tensor that carries it
+_COPIED: Final = "_safeload_copied_from"
 _CLASSES: Final[dict[type[nn.Module], type[nn.Module]]] = {}  # towers of one class share one guarded class
 
 
@@ -129,6 +131,13 @@ class Guarded(nn.Module):
     def _initialize_weights(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Initialise nothing: an outer `from_pretrained` of transformers calls this for every module of the tower."""
 
+    def __copy__(self) -> Any:
+        """Share everything with this one, as a shallow copy of any module does, the protection too."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.__dict__[_COPIED] = self  # whose tensors they are: it lives as long as its copies
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the tower, protected like this one."""
         record_of(self).settle()
@@ -139,14 +148,16 @@ class Guarded(nn.Module):
         else:
             twin = original.__new__(original)
             memo[id(self)] = twin
-            twin.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != RECORD}, memo))
+            twin.__dict__.update(
+                copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in (RECORD, _COPIED)}, memo)
+            )
         return _protect_again(twin, protection.name, protection.origin, protection.fingerprints, protection.report)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the tower's own class; unpickling compares all values with their fingerprints, and protects."""
         record_of(self).settle()
         protection, original = record_of(self), original_class(self)
-        state = {key: value for key, value in self.__dict__.items() if key != RECORD}
+        state = {key: value for key, value in self.__dict__.items() if key not in (RECORD, _COPIED)}
         facts = (protection.name, protection.origin, protection.fingerprints, protection.report)
         return (_blank, (original,), (state, facts), None, None, _revive)
 
@@ -209,7 +220,7 @@ def guard(module: nn.Module, protection: Protection) -> None:
     module.__dict__[RECORD] = protection
     module.__class__ = _guarded_class(type(module))
     root, *rest = protection.parts
-    protection.parts = ((*root[:2], type(module)), *rest)
+    protection.parts = (dataclasses.replace(root, kind=type(module)), *rest)
     place_parts(module, protection)
     hook(module)
 

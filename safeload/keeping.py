@@ -36,7 +36,6 @@ TABLES: Final = {"parameter": "_parameters", "buffer": "_buffers"}
 PLAIN: Final = (torch.Tensor, nn.Parameter)
 
 Originals = Callable[[], Mapping[str, torch.Tensor]]
-Part = tuple[str, weakref.ref[nn.Module], type[nn.Module]]  # a module of the tower: name, itself, the class it had
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +63,17 @@ class Kept:
         return {} if owner is None else getattr(owner, TABLES[self.kind])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One module of the tower: its name, itself, the class it had, and where it hangs; the tower hangs nowhere."""
+
+    path: str
+    module: weakref.ref[nn.Module]
+    kind: type[nn.Module]
+    parent: weakref.ref[nn.Module] | None
+    key: str
+
+
 @dataclass(kw_only=True, eq=False)
 class Protection:
     """All that is known of one protected tower. It refers to tensors, never to modules: no cycle keeps a tower alive.
@@ -72,7 +82,8 @@ class Protection:
     `conflicts` lists checkpoint keys that brought other values for the tower. `originals` gives the verified tensors
     by name where they are also in memory that the module does not use. `verdict` waits until the tower's bytes have
     been verified, and raises where they are not the expected ones; None where that is over. `refused` is what it
-    raised; `settling` lets one thread ask. `inside` holds the threads that are in a call of the tower as a whole.
+    raised; `settling` lets one thread ask. `inside` holds the threads that are in a call of the tower, `within` those
+    in a call of a part of it. `samples` holds what `sampling` compares before every use, by part.
     """
 
     name: str
@@ -88,6 +99,8 @@ class Protection:
     refused: SafeLoadError | None = None
     settling: Any = field(default_factory=threading.RLock)
     inside: set[int] = field(default_factory=set)
+    within: set[int] = field(default_factory=set)
+    samples: dict[str, Any] = field(default_factory=dict)
 
     def settle(self) -> None:
         """Wait for the verdict, if it is still out. It is asked for once, and what it raises is raised at every use.
@@ -241,11 +254,20 @@ def keep(
                     fingerprint=prints[id(tensor)],
                 )
             )
-    parts = tuple((path, weakref.ref(part), type(part)) for path, part in module.named_modules())
-    protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=parts, originals=originals)
+    protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=_parts_of(module), originals=originals)
     if originals is None:
         protection.take_glimpses()
     return protection
+
+
+def _parts_of(module: nn.Module) -> tuple[Part, ...]:
+    named = dict(module.named_modules())
+    found = []
+    for path, part in named.items():
+        home, _, key = path.rpartition(".")
+        parent = weakref.ref(named[home]) if path else None
+        found.append(Part(path=path, module=weakref.ref(part), kind=type(part), parent=parent, key=key))
+    return tuple(found)
 
 
 def rebase(kept: Kept, moved: torch.Tensor) -> None:

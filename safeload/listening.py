@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import FrameType
 from typing import Any, Final
 
 from torch import nn
@@ -17,11 +18,13 @@ from torch.nn.modules import module as nn_module
 from safeload.errors import ProtectionError
 from safeload.keeping import RECORD, Kept, Part, Protection, rebase, record_of
 from safeload.marking import spare_from_ddp
+from safeload.mending import only_wraps
 
 __all__ = ["PART", "listen", "place_parts", "remove_part"]
 
 PART: Final = "_safeload_part"
 _REPLICA: Final = "_is_replica"  # set by nn.DataParallel on the copies it makes for one forward: they are not the tower
+_DEPTH: Final = 20  # frames between the call of a module and what its code does
 _SETTERS: Final = (nn_module.__name__, "safeload.guarding")  # where `__setattr__` and `register_buffer` are defined
 
 
@@ -56,11 +59,20 @@ def _part_of(module: nn.Module) -> tuple[Protection, str] | None:
 
 
 def _replaces_itself(module: nn.Module) -> bool:
-    """Say whether the module's own code is assigning: rotary embeddings renew their buffers in their own forward."""
-    frame = sys._getframe(2)
+    """Say whether the module's own code is assigning while it is called, as rotary embeddings renew their buffers.
+
+    Not while a state dict is loaded into it: batch norms do that in code of their own.
+    """
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _SETTERS:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("self") is not module:
+        return False
+    for _ in range(_DEPTH):
+        if frame is None or (frame.f_code.co_name in ("_call_impl", "forward") and frame.f_locals["self"] is module):
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _kept(protection: Protection, path: str, key: str) -> Kept | None:
@@ -97,15 +109,8 @@ def _on_buffer(module: nn.Module, key: str, value: Any) -> Any:
         kept.renewed = True
         kept.tensor = value
         rebase(kept, value.detach())
+        found[0].samples.clear()
     return None
-
-
-def _only_wraps(value: Any, present: nn.Module) -> bool:
-    """Say whether a module adds no tensors to the one that it holds, as activation checkpointing and compiling do."""
-    if not isinstance(value, nn.Module) or not any(child is present for child in value.children()):
-        return False
-    own = {id(tensor) for tensor in (*present.parameters(), *present.buffers())}
-    return all(id(tensor) in own for tensor in (*value.parameters(), *value.buffers()))
 
 
 def _look_again(wrapper: nn.Module, module: nn.Module) -> None:
@@ -131,7 +136,7 @@ def _on_module(module: nn.Module, key: str, value: Any) -> Any:
     present = module._modules.get(key)
     if value is present:
         return None
-    if present is not None and _only_wraps(value, present):
+    if present is not None and only_wraps(value, present):
         return present
     name = f"{path}.{key}" if path else key
     raise ProtectionError(
@@ -159,7 +164,7 @@ def place_parts(tower: nn.Module, protection: Protection) -> None:
     tensors: dict[int, list[Kept]] = {}
     for kept in protection.kept:
         tensors.setdefault(id(kept.owner()), []).append(kept)
-    known = {id(part[1]()): part for part in protection.parts}
+    known = {id(part.module()): part for part in protection.parts}
     for path, part in tower.named_modules():
         within = [id(each) for each in part.modules()]
         part.__dict__[PART] = _Mark(

@@ -7,14 +7,16 @@ there, so nothing is read or copied. `overwritten` names those whose values were
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch import nn
 
 from safeload.fingerprinting import fingerprint, glimpse
 from safeload.keeping import PLAIN, TABLES, Kept, Part, Protection, version_of
 from safeload.marking import release
 
-__all__ = ["altered", "is_mendable", "mend", "overwritten", "untouched"]
+__all__ = ["altered", "displaced", "is_mendable", "mend", "only_wraps", "overwritten", "untouched"]
 
 
 def _form(kept: Kept) -> str | None:
@@ -98,11 +100,48 @@ def untouched(tensors: Iterable[Kept], parts: Iterable[Part]) -> bool:
             or version_of(tensor) != kept.version
         ):
             return False
-    for _, reference, kind in parts:
-        part = reference()
-        if part is None or part.training or type(part) is not kind:
+    for part in parts:
+        module = part.module()
+        if module is None or module.training or type(module) is not part.kind:
+            return False
+        parent = None if part.parent is None else part.parent()
+        if parent is not None and parent._modules.get(part.key) is not module:
             return False
     return True
+
+
+def displaced(protection: Protection) -> dict[str, str]:
+    """Name the modules that something else hangs in the place of, put there behind the guard.
+
+    Args:
+        protection: The tower's record.
+
+    Returns:
+        What happened, by module name.
+    """
+    changes = {}
+    for part in protection.parts:
+        module, parent = part.module(), part.parent() if part.parent else None
+        present = None if parent is None else parent._modules.get(part.key)
+        if parent is None or (module is not None and present is module):
+            continue
+        if present is None or module is None or not only_wraps(present, module):
+            how = "removed" if present is None else f"replaced by a {type(present).__name__}"
+            changes[part.path] = f"this module was {how}"
+    return changes
+
+
+def only_wraps(value: Any, present: nn.Module) -> bool:
+    """Say whether a module adds no tensors to the one that it holds, as activation checkpointing and compiling do.
+
+    Args:
+        value: What may be a wrapper.
+        present: What it may wrap.
+    """
+    if not isinstance(value, nn.Module) or not any(child is present for child in value.children()):
+        return False
+    own = {id(tensor) for tensor in (*present.parameters(), *present.buffers())}
+    return all(id(tensor) in own for tensor in (*value.parameters(), *value.buffers()))
 
 
 @torch.no_grad()
@@ -116,11 +155,11 @@ def mend(protection: Protection) -> dict[str, str]:
         What had happened, by tensor name; empty when nothing had.
     """
     happened = {kept.name: how for kept in protection.kept if (how := _mend_one(kept)) is not None}
-    for _, reference, _ in protection.parts:
-        part = reference()
-        if part is not None:
-            part.training = False
-            release(part)
+    for part in protection.parts:
+        module = part.module()
+        if module is not None:
+            module.training = False
+            release(module)
     protection.mended.extend(f"{name}: {how}" for name, how in happened.items())
     return happened
 

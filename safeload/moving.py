@@ -70,3 +70,4 @@ def move(protection: Protection, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
         _move_storage(group, target)
     if groups:
         protection.armed = True
+        protection.samples.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from typing import Any
@@ -217,14 +218,78 @@ def test_parts_are_looked_at_while_another_thread_is_inside():
         tower.body[1](X)
     go.set()
     thread.join()
-    assert not tower_state(tower).inside
+    assert not tower_state(tower).inside | tower_state(tower).within
 
 
 def test_a_call_that_fails_leaves_no_thread_inside():
     tower = protect(make_own(), origin="here")
-    with pytest.raises(RuntimeError, match="shapes"):
-        tower(torch.ones(2, 3))
-    assert not tower_state(tower).inside
+    for part in (tower, tower.body):
+        with pytest.raises(RuntimeError, match="shapes"):
+            part(torch.ones(2, 3))
+        assert not tower_state(tower).inside | tower_state(tower).within
+    assert not tower.body._forward_hooks
+
+
+def test_a_call_that_is_interrupted_spares_no_later_one():
+    tower = protect(make_own(), origin="here")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for part in (tower, tower.body):
+        handle = tower.body[0].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            part(X)
+        handle.remove()
+    with torch.no_grad():
+        tower.mixing.add_(1)
+    with pytest.raises(TowerChangedError):
+        tower(X)
+
+
+def test_a_part_that_is_kept_without_its_tower_is_still_looked_at():
+    tower = protect(make_whole_clip(), origin="here")
+    part = tower.vision_model
+    want = tower.vision_model(IMAGES).pooler_output
+    del tower
+    gc.collect()
+    assert torch.equal(part(IMAGES).pooler_output, want)
+    part.half()
+    assert torch.equal(part(IMAGES).pooler_output, want)
+    with torch.no_grad():
+        part.post_layernorm.weight.add_(1)
+    with pytest.raises(TowerChangedError, match=r"post_layernorm\.weight: overwritten in place"):
+        part(IMAGES)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_writes_through_data_after_the_first_use_are_noticed_in_the_hosts_memory(way):
+    make, ending, use = WAYS[way]
+    tower = protect(make(), origin="here")
+    use(tower)
+    name = _name(tower, ending)
+    for parameter in (*tower.parameters(), *tower.buffers()):
+        if parameter.is_floating_point():
+            parameter.data.mul_(0.9).add_(0.3)
+    with pytest.raises(TowerChangedError, match="unfreeze") as caught:
+        use(tower)
+    assert caught.value.changes[name] == "overwritten in place"
+
+
+def test_modules_that_were_swapped_behind_the_guard_are_named():
+    tower = protect(make_own(), origin="here")
+    kept = tower.body[0]
+    tower(X)
+    tower.body._modules["0"] = nn.Linear(4, 4)
+    with pytest.raises(TowerChangedError, match=r"body\.0: this module was replaced by a Linear"):
+        tower(X)
+    tower.body._modules["0"] = kept
+    tower(X)
+    tower.body._modules["0"] = torch.nn.Sequential(kept)  # a wrapper without tensors of its own
+    tower(X)
+    del tower.body._modules["0"]
+    with pytest.raises(TowerChangedError, match=r"body\.0: this module was removed"):
+        tower.body(X)
 
 
 def test_a_method_that_is_patched_on_the_class_later_is_the_one_that_runs(monkeypatch):
