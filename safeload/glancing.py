@@ -24,6 +24,7 @@ from safeload.sampling import agrees
 
 __all__ = ["glance", "glance_while_tracing", "hook", "unhook", "warn"]
 
+_is_exporting: Final = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.7 brought it
 _NUMBER: Final = "_safeload_number"
 _NUMBERS: Final = itertools.count()
 _NUMBERED: Final[weakref.WeakValueDictionary[int, Protection]] = weakref.WeakValueDictionary()
@@ -124,6 +125,8 @@ def glance_while_tracing(part: nn.Module) -> None:
     Args:
         part: The tower or one of its modules, called while `torch.compiler.is_compiling()`.
     """
+    if _is_exporting():  # its tensors stand in for the tower's, which are not to be looked at from here
+        return
     _glance_at_number(part.__dict__[_NUMBER])
     any(  # read it: traced again when one changes
         parameter is not None and parameter.requires_grad for parameter in part._parameters.values()

@@ -34,6 +34,7 @@ class SeedTower(PreTrainedModel):
     config_class = SeedConfig
     base_model_prefix = "seed"
     main_input_name = "pixel_values"
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"second.weight": "first.weight"}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
