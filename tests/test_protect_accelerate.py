@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from tests.protect_towers import Pair, assert_whole, pixels, protected, tensors_of
-from tests.ranks import on_ranks
+from tests.protect_towers import Pair, assert_whole, make_clip, pixels, protected, tensors_of
+from tests.ranks import on_ranks, run_on_ranks
 
 HAS_FSDP2 = Version(accelerate.__version__) >= Version("1.6")
 WIDTHS = {"clip": 32, "seed": 8}
@@ -104,6 +104,45 @@ def test_prepare_for_fsdp2(kind, efficient, checkpointing, tmp_path):
     )
     model = run(accelerator, kind, str(tmp_path), plugin=plugin)
     assert isinstance(model, FSDPModule)
+
+
+def _save_and_load(with_tower, how, folder):
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    model = Layered(protected() if with_tower else make_clip().requires_grad_(False))
+    tower = model.tower
+    want = tensors_of(tower)
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        use_orig_params=True, sync_module_states=False, cpu_ram_efficient_loading=False, state_dict_type=how
+    )
+    if not with_tower:
+        plugin.ignored_modules = [tower]
+    enter_fsdp(accelerator, plugin)
+    wrapped = accelerator.prepare(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1, weight_decay=0.5)
+    wrapped(pixels()).square().mean().backward()
+    optimizer.step()
+    optimizer = accelerator.prepare(optimizer)
+    enter_fsdp(accelerator, plugin)  # preparing resets it on CPU
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(folder)
+    if with_tower:
+        assert_whole(tower, want)
+
+
+def test_save_state_with_fsdp1_and_sharded_state_dicts(tmp_path):
+    results = run_on_ranks(2, _save_and_load, True, "SHARDED_STATE_DICT", str(tmp_path))
+    assert all(result.ok for result in results), results[0].describe() + results[1].describe()
+
+
+def test_save_state_with_fsdp1_and_full_state_dicts_ends_as_it_does_without_a_tower(tmp_path):
+    """On CPU torch reads storage that it has freed (offload_to_cpu), and rank 0 ends by a signal, tower or not."""
+    ends = []
+    for with_tower in (False, True):
+        results = run_on_ranks(2, _save_and_load, with_tower, "FULL_STATE_DICT", str(tmp_path / str(with_tower)))
+        ends.append(results[0].exit_status)
+    assert ends[0] == ends[1], ends
 
 
 @pytest.mark.parametrize("kind", ["clip", "seed"])

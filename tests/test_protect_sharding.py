@@ -143,6 +143,19 @@ def test_fsdp2(kind, dtype):
 
 
 @on_ranks(2)
+def test_fsdp1_with_sync_module_states_on_cpu_raises_the_same_with_a_tower_and_without():
+    """It wants an accelerator; what a tower must not do is change that, or be changed by the attempt."""
+    said = []
+    for model in (nn.Sequential(nn.Linear(4, 4)), Pair(protected())):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            FSDP(model, device_id=torch.device("cpu"), sync_module_states=True)
+        said.append(type(caught.value))
+    assert said[0] is said[1]
+    assert "sync_module_states" in str(caught.value)
+    assert_whole(model.tower, tensors_of(protected()))
+
+
+@on_ranks(2)
 def test_ddp():
     for kind in ("clip", "seed"):
         trial = Trial(kind)

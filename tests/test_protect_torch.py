@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 
 import pytest
@@ -11,10 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from safeload.checking import check_towers
 from safeload.errors import TowerChangedError
 from safeload.protecting import frozen_towers, tower_state
 from tests.protect_towers import Pair, assert_whole, features, pixels, protected, tensors_of
@@ -60,6 +63,44 @@ def test_the_tower_compiles_without_a_graph_break(dynamo, kind):
     assert list(frozen_towers(model)) == ["tower._orig_mod"]
     assert not [name for name in model.state_dict() if "tower" in name]
     assert_whole(model.tower._orig_mod, want)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler here; aot_eager is tried above")
+def test_the_outer_model_compiles_with_inductor(dynamo):
+    model, want = pair("seed")
+    expected = model(pixels())
+    compiled = torch.compile(model, fullgraph=True)
+    assert torch.allclose(compiled(pixels()), expected, atol=1e-5)
+    compiled(pixels()).sum().backward()
+    assert all(p.grad is None for p in model.tower.parameters())
+    assert_whole(model.tower, want)
+    check_towers(model)
+
+
+@on_ranks(2)
+def test_compiled_sharded_trained_and_checked():
+    for kind in ("clip", "seed"):
+        model, want = pair(kind)
+        compiled = torch.compile(sharded(model), backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(2):
+            compiled(pixels()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            check_towers(compiled)
+        assert_whole(model.tower, want)
+        with torch.no_grad():
+            next(model.tower.parameters()).add_(dist.get_rank())
+        with pytest.raises(TowerChangedError, match="overwritten in place on rank 1"):
+            check_towers(compiled)
+
+
+def test_export_holds_the_verified_values():
+    model, want = pair()
+    expected = model(pixels())
+    exported = torch.export.export(model, (pixels(),))
+    assert torch.allclose(exported.module()(pixels()), expected, atol=1e-5)
+    assert_whole(model.tower, want)
 
 
 def test_a_compiled_model_says_the_same_of_a_changed_tower(dynamo):
@@ -148,7 +189,11 @@ def sharded(model: Pair) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-WRAPS = {"fsdp2": sharded, "ddp": DistributedDataParallel, "bare": lambda model: model}
+def sharded_flat(model: Pair) -> nn.Module:
+    return FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+WRAPS = {"fsdp1": sharded_flat, "fsdp2": sharded, "ddp": DistributedDataParallel, "bare": lambda model: model}
 
 
 @pytest.mark.parametrize("wrap", sorted(WRAPS))
