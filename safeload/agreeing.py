@@ -65,6 +65,7 @@ class Call:
         self._go_count = 0
         self._gathered = 0  # the last stage that every rank is known to have come to
         self._early: bytes | None = None
+        self._doing = ""
         self._gone: Failure = {}
         self.agreed: SafeLoadError | None = None  # the error that this call ended with, the same on every rank
         self.watch = Watch(seat.rank, seat.identity, remembered)
@@ -103,7 +104,7 @@ class Call:
             draining: Its collectives run in step: a failure on a living rank ends it at the next `go` only.
         """
         self._stage, self._go_count, self._announced = stage, 0, announced
-        self._draining, self._waiting = draining, False
+        self._draining, self._waiting, self._doing = draining, False, ""
 
     def gather(
         self, statement: bytes, decide: Decide, cause: BaseException | None = None, *, stuck: bool = False
@@ -146,12 +147,16 @@ class Call:
         self._waiting = True
         return self._conclude(lambda: statement, cause)
 
-    def check(self) -> None:
+    def check(self, doing: str = "") -> None:
         """Raise if the stage is known to have failed elsewhere; costs nothing. For long work and for polling loops.
+
+        Args:
+            doing: What this rank does or waits for, to be told should its time be over.
 
         Raises:
             SafeLoadError: The stage has failed.
         """
+        self._doing = doing or self._doing
         if self._early is not None:
             raise self._failed(self._early, None)
         try:
@@ -292,6 +297,7 @@ class Call:
             stage=self._stage,
             announced=self._announced or self._held,
             timeout_s=self._timeout_s,
+            doing=self._doing,
         )
 
     # --- the way out ---

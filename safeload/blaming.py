@@ -28,6 +28,7 @@ class Scene:
     stage: str
     announced: bool  # only the judge speaks
     timeout_s: float
+    doing: str  # what this rank does or waits for, where it has said so
 
 
 def blame_trouble(store: Store, scene: Scene) -> Failure:
@@ -68,7 +69,8 @@ def blame_silence(store: Store, scene: Scene) -> Failure:
     seat = scene.seat
     awaited = range(seat.size) if seat.rank == scene.judge and not scene.announced else [scene.judge]
     absent = [rank for rank in awaited if not store.check([f"s/{scene.index}/{rank}"])]
-    texts = {rank: "still at work" if rank == seat.rank else scene.watch.describe(rank) for rank in absent}
+    own = f"still at work: {scene.doing}" if scene.doing else "still at work"
+    texts = {rank: own if rank == seat.rank else scene.watch.describe(rank) for rank in absent}
     return blame_peers(scene, texts, late=True) | {"absent": absent}
 
 

@@ -21,10 +21,11 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from safeload.waiting import Workers
 
 __all__ = ["ChunkHasher", "ChunkList", "agrees", "find", "leave", "lists_folder"]
 
@@ -195,9 +196,12 @@ def agrees(fd: int, chunks: ChunkList, *, part: int, parts: int, threads: int) -
         return False
     count = len(chunks.digests)
     mine = range(count * part // parts, count * (part + 1) // parts)
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="safeload-chunk") as pool:
-        shares = [mine[start::threads] for start in range(threads)]
-        return all(pool.map(lambda share: _share_agrees(fd, chunks, share), shares))
+    workers = Workers(threads, name="safeload-chunk")
+    try:
+        futures = [workers.submit(_share_agrees, fd, chunks, mine[start::threads]) for start in range(threads)]
+        return all(future.result() for future in futures)
+    finally:
+        workers.close()
 
 
 def _share_agrees(fd: int, chunks: ChunkList, numbers: Sequence[int]) -> bool:

@@ -14,8 +14,9 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -28,10 +29,12 @@ from safeload.headers import HeaderWatch, parse_header_size
 from safeload.holding import Memory, freeze, new_memory, require_memory, write_at
 from safeload.reading import OpenedFile, copy_hashed, read_start
 from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile, header_watches, path_of
+from safeload.waiting import Check, Workers, wait_for
 
 __all__ = ["Cast", "Filling", "Wanted"]
 
 _THREADS: Final = 4  # files at a time; each has one more thread that hashes
+_PATIENCE_S: Final = 1.0  # for a read that goes on when nobody wants it any more
 _START_ROUND_BYTES: Final = 1 << 17  # twice the 64 KiB that the kernel enters along with a page that is read
 _PEEK_BYTES: Final = 512
 _PUNCH: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
@@ -63,8 +66,8 @@ class Wanted:
 class _Target:
     """Where the bytes of one file go; called by the thread that reads it."""
 
-    def __init__(self, file: OpenedFile, memory: Memory | None, start: bytearray) -> None:
-        self.file, self.memory, self.start = file, memory, start
+    def __init__(self, file: OpenedFile, memory: Memory | None, start: bytearray, stopped: threading.Event) -> None:
+        self.file, self.memory, self.start, self._stopped = file, memory, start, stopped
         self.stamp = _stamp(file.fd)
         self.memory_fd = None if memory is None else memory.fd
         self.decided = threading.Event()
@@ -84,7 +87,12 @@ class _Target:
         """Whether the bytes up to `end` are where they are wanted."""
         return self._filled >= end and (self._wanted is None or not self._behind)
 
+    def describe(self) -> str:
+        """Say how far the reading is."""
+        return f"{self.file.path} is read, {self._filled} of {self.file.size_bytes} bytes so far"
+
     def __call__(self, offset: int, chunk: memoryview) -> None:
+        self._refuse_late()
         with self.news:
             wanted = self._wanted
             if wanted is None:
@@ -100,10 +108,15 @@ class _Target:
     def settle(self) -> None:
         """Finish after the last chunk, when it is decided what is wanted."""
         self.decided.wait()
+        self._refuse_late()
         if self._wanted is not None:
             self._catch_up(self._wanted)
         with self.news:
             self.news.notify_all()
+
+    def _refuse_late(self) -> None:
+        if self._stopped.is_set():  # a read that came back when nobody waited for it any more: the arena may be gone
+            raise CancelledError
 
     def _keep(self, offset: int, chunk: memoryview) -> None:
         self._behind = offset + len(chunk)
@@ -184,7 +197,7 @@ class Filling:
             require_memory(sum(file.size_bytes for file in opened.shards), what=str(opened.source.checkpoint.folder))
         self._progress = Progress(total_bytes=sum(file.size_bytes for file in opened.shards), on_bytes=on_bytes)
         self._targets = tuple(self._prepare(file) for file in opened.shards)
-        self._pool = ThreadPoolExecutor(max(1, min(_THREADS, len(self._targets))), thread_name_prefix="safeload-read")
+        self._workers = Workers(min(_THREADS, len(self._targets)), name="safeload-read")
         self._futures: list[Future[SealedFile]] = []
         self.seen = SealedCheckpoint(
             checkpoint=opened.source.checkpoint,
@@ -220,7 +233,7 @@ class Filling:
             memory = new_memory(file.name, self._opened.source.owner)
             os.ftruncate(memory.fd, file.size_bytes)
             write_at(memory.fd, memoryview(start), 0, path=file.path)
-        return _Target(file, memory, start)
+        return _Target(file, memory, start, self._progress.stopped)
 
     def _seen(self, target: _Target) -> SealedFile:
         watches = header_watches(target.file) if self.headers else []
@@ -231,14 +244,14 @@ class Filling:
     def start(self) -> None:
         """Begin to read; again and again does no harm."""
         if not self._futures:
-            self._futures = [self._pool.submit(self._read, target) for target in self._targets]
+            self._futures = [self._workers.submit(self._read, target) for target in self._targets]
 
     def want(self, wanted: Sequence[Wanted], arena_fd: int) -> None:
         """Say what is wanted of each weight file, in their order; without it all bytes are kept as they are."""
         for target, each in zip(self._targets, wanted, strict=True):
             target.want(each, arena_fd)
 
-    def wait_until(self, number: int, end: int, *, check: Callable[[], None] | None = None) -> None:
+    def wait_until(self, number: int, end: int, *, check: Check | None = None) -> None:
         """Wait until the bytes of a weight file are where they are wanted, up to `end`.
 
         Args:
@@ -251,12 +264,15 @@ class Filling:
             while not target.is_ready(end) and not self._futures[number].done():
                 target.news.wait(0.5)
                 if check is not None:
-                    check()
+                    check(target.describe())
         if self._futures[number].done():
             self._futures[number].result()
 
-    def finish(self) -> SealedCheckpoint:
+    def finish(self, check: Check | None = None) -> SealedCheckpoint:
         """Wait until all is read and sealed; the first failure in the order of the files ends all.
+
+        Args:
+            check: Called now and then; what it raises ends the wait, also for a read that never returns.
 
         Returns:
             The checkpoint with the digests of what was read. The caller owns it.
@@ -268,7 +284,8 @@ class Filling:
         for target in self._targets:
             target.decided.set()
         try:
-            files = [future.result() for future in self._futures]
+            pairs = zip(self._futures, self._targets, strict=True)
+            files = [wait_for(future, check=check, doing=target.describe) for future, target in pairs]
         finally:
             self.close()
         return self._opened.with_weights(files)
@@ -292,11 +309,15 @@ class Filling:
         return self._opened.with_weights(files)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading. A thread stuck in a read is left behind, and what it uses stays open until it returns."""
         self._progress.stopped.set()
         for target in self._targets:
             target.decided.set()
-        self._pool.shutdown(wait=True)
+        if not self._workers.close(patience_s=_PATIENCE_S):
+            used = ExitStack()
+            for stack in (self._opened.source.opened, self._opened.source.owner):
+                used.push(stack.pop_all())
+            self._workers.when_ended(used.close)
 
     def __enter__(self) -> Filling:
         """Return itself; the reading begins with `start`."""

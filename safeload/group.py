@@ -51,13 +51,13 @@ def join_group(
     if not (dist.is_available() and dist.is_initialized()):
         _warn_if_alone()
         rank = os.environ.get("RANK", "")  # as torchrun names this process, for errors
-        return Group(global_rank=int(rank) if rank.isdecimal() else 0)
+        return Group(global_rank=int(rank) if rank.isdecimal() else 0, timeout=timeout)
     group = _resolve(group)
     size = dist.get_world_size(group)
     if not 0 <= source_rank < size:
         raise GroupError(f"source_rank is {source_rank}, but the group has ranks 0 to {size - 1} (ranks in the group)")
     if size == 1:
-        return Group(global_rank=dist.get_rank())
+        return Group(global_rank=dist.get_rank(), timeout=timeout)
     return RankGroup(group, source_rank=source_rank, timeout=timeout)
 
 

@@ -5,6 +5,7 @@ The ranks in here are ranks in the group; those in errors are global ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Final, TypeVar
 import torch
 
 from safeload import statements
+from safeload.errors import PeerError
 from safeload.promising import Promise
 from safeload.watching import identify
 
@@ -35,7 +37,8 @@ class Group:
         devices: Types of device whose tensors `broadcast` takes, the cpu first.
     """
 
-    def __init__(self, *, global_rank: int = 0) -> None:
+    def __init__(self, *, global_rank: int = 0, timeout: timedelta | None = None) -> None:
+        self._until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         self._identity = identify(global_rank)
         self.rank, self.size, self.source_rank, self.global_rank = 0, 1, 0, global_rank
         self.host = self._identity.host
@@ -69,6 +72,7 @@ class Group:
         Raises:
             SafeLoadError: Another rank failed after the last stage.
         """
+        self._until = None  # what is read on behind the call has a promise's time
 
     def start(self, call: Mapping[str, str]) -> None:
         """State what this rank called; all ranks must have called the same.
@@ -142,12 +146,19 @@ class Group:
         """
         return (payload,)
 
-    def check(self) -> None:
-        """Raise if the stage is known to have failed elsewhere. Cheap; for long work inside of a stage.
+    def check(self, doing: str = "") -> None:
+        """Raise if the stage is known to have failed elsewhere, or the time is over. Cheap; for long work in a stage.
+
+        Args:
+            doing: What this rank does or waits for, to be told should its time be over.
 
         Raises:
             SafeLoadError: What the others raise as well.
         """
+        if self._until is not None and time.monotonic() >= self._until:
+            text = f"still at work: {doing}" if doing else "still at work"
+            what = f"the load did not end within its `timeout`: rank {self.global_rank} {text}"
+            raise PeerError(what, rank=self.global_rank, host=self.host, failures={self.global_rank: text})
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill every rank's tensor with the source's bytes. `stream` is the safe way for several tensors.

@@ -35,6 +35,7 @@ from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
 from safeload.sourcing import Sourced, compare_chunks, source_tower
 from safeload.verifying import expect
+from safeload.waiting import run_beside
 
 __all__ = ["load_report", "safe_from_pretrained"]
 
@@ -197,7 +198,8 @@ def _compare_chunks(ranks: Group, filled: Filled) -> bool | None:
     if not filled.known or filled.blocks is None:
         return None
     fds = filled.blocks.fds[: len(filled.known)]
-    agree = ranks.agree("chunks", lambda: compare_chunks(fds, filled.known, part=ranks.rank, parts=ranks.size))
+    compare = functools.partial(compare_chunks, part=ranks.rank, parts=ranks.size, check=ranks.check)
+    agree = ranks.agree("chunks", lambda: compare(fds, filled.known))
     return all(said == b"+" for said in ranks.gather_bytes("chunks", b"+" if agree else b"-"))
 
 
@@ -291,7 +293,10 @@ def _load_on_source(call: Call) -> Sourced | None:
         with call.clock.stage(stage):
             return ranks.on_source(stage, run)
 
-    checkpoint = step(
+    def ask(stage: str, run: Callable[[], Any]) -> Any:  # a disk or a server, which may never answer
+        return step(stage, lambda: run_beside(run, check=ranks.check, doing=f"{request.origin} is looked at"))
+
+    checkpoint = ask(
         "resolve",
         lambda: resolve(
             request.origin,
@@ -300,7 +305,7 @@ def _load_on_source(call: Call) -> Sourced | None:
             trust_remote_code=request.trust_remote_code,
         ),
     )
-    manifest = step(
+    manifest = ask(
         "expect",
         lambda: expect(
             checkpoint,

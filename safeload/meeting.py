@@ -184,8 +184,8 @@ class RankGroup(Group):
         self._call.begin(stage)
         return statements.unpack(self._call.gather(statements.payload_bytes(payload), statements.pack))
 
-    def check(self) -> None:
-        self._call.check()
+    def check(self, doing: str = "") -> None:
+        self._call.check(doing)
 
     def _attempt(self, stage: str, fn: Callable[[], T]) -> tuple[T, bytes, Exception | None]:
         try:

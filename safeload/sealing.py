@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from safeload.holding import Memory, freeze, has_sealed_memory, new_memory, requ
 from safeload.indexes import WeightIndex, describe_junk, parse_index, parse_json
 from safeload.reading import OpenedFile, copy_hashed, open_regular, read_at, writes_to
 from safeload.resolving import Checkpoint, require_known_weights
+from safeload.waiting import Workers
 
 __all__ = [
     "OnBytes",
@@ -323,13 +324,15 @@ class SourceFolder:
         """Read opened files, several at a time; the first failure in their order ends them all."""
         progress = Progress(total_bytes=sum(file.size_bytes for file in files), on_bytes=on_bytes)
         targets = [new_memory(file.name, self.owner) if copies else None for file in files]
-        with ThreadPoolExecutor(max(1, min(_THREADS, len(files)))) as pool:
-            futures = [pool.submit(self._read, *pair, progress) for pair in zip(files, targets, strict=True)]
-            try:
-                return tuple(future.result() for future in futures)
-            except BaseException:
-                progress.stopped.set()
-                raise
+        workers = Workers(_THREADS, name="safeload-read")
+        try:
+            futures = [workers.submit(self._read, *pair, progress) for pair in zip(files, targets, strict=True)]
+            return tuple(future.result() for future in futures)
+        except BaseException:
+            progress.stopped.set()
+            raise
+        finally:
+            workers.close()
 
     def wants_git_sha1(self, name: str) -> bool:
         """Whether the manifest holds this file to git's blob id."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -37,6 +37,7 @@ from safeload.sealing import OnBytes, OpenedCheckpoint, SealedCheckpoint, open_c
 from safeload.sharing import Blocks, Layout, offer
 from safeload.staging import stage
 from safeload.verifying import Manifest, Verification, verify
+from safeload.waiting import Check, run_beside
 
 __all__ = ["Sourced", "compare_chunks", "source_tower"]
 
@@ -60,6 +61,7 @@ class Sourced:
     recipe: Recipe
     verification: Verification | None
     kept: ExitStack
+    check: Check
     known: tuple[ChunkList, ...] = ()
 
     @property
@@ -78,7 +80,7 @@ class Sourced:
             return self.blocks.map(self.load_plan)
         return segment_views(self.built.module, self.load_plan)
 
-    def wait_for(self, segment: int, stop: int, check: Callable[[], None]) -> None:
+    def wait_for(self, segment: int, stop: int, check: Check) -> None:
         """Wait until the bytes of a segment are there, up to `stop`."""
         if self.filling is not None and not self.known:  # with known chunks the files themselves are used, unread
             found = self.built.comes_from[segment]
@@ -102,9 +104,11 @@ class Sourced:
         if self.filling is not None:
             filling, self.filling = self.filling, None
             if self.known and chunks_agree is None:
-                chunks_agree = compare_chunks(filling.memory_fds, self.known, part=0, parts=1)
+                chunks_agree = compare_chunks(filling.memory_fds, self.known, part=0, parts=1, check=self.check)
             accepted = filling.accept(_expected(self.manifest, self.seen)) if self.known and chunks_agree else None
-            self.seen, self.verification = _read(filling, self.manifest, self.request, self.kept, accepted)
+            self.seen, self.verification = _read(
+                filling, self.manifest, self.request, self.kept, check=self.check, accepted=accepted
+            )
             with stage("examine"):
                 examine(self.seen)
         self.built.freeze()
@@ -138,7 +142,7 @@ def source_tower(
     *,
     shares: bool,
     kept: ExitStack,
-    check: Callable[[], None],
+    check: Check,
 ) -> Sourced:
     """Open the checkpoint, begin to read it, and build the tower.
 
@@ -148,7 +152,7 @@ def source_tower(
         manifest: What it should be.
         shares: Whether other ranks of this node may map the memory.
         kept: Ends with the load: descriptors and threads go with it.
-        check: Called now and then; what it raises ends the reading.
+        check: Called now and then; what it raises ends the reading, also where a read never returns.
 
     Returns:
         The tower. Where it was built while the weights are still being read, `finish` brings the verdict.
@@ -159,23 +163,29 @@ def source_tower(
     Ranks: source only.
     """
     kept.enter_context(_sharing_the_interpreter())
-    with stage("seal"):
-        opened = kept.enter_context(open_checkpoint(checkpoint, manifest, memory=request.memory))
     show = kept.enter_context(progress_bar(request.progress, f"{request.origin}: read and verify"))
 
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
-        check()  # no use in reading on for a group that has failed
+        check("")  # no use in reading on for a group that has failed
         if show is not None:
             show(done_bytes, total_bytes)
 
+    def open_all() -> tuple[Filling, ExitStack]:
+        with ExitStack() as owned:
+            opened = owned.enter_context(open_checkpoint(checkpoint, manifest, memory=request.memory))
+            return owned.enter_context(_open_filling(opened, on_bytes, chunks=chunks)), owned.pop_all()
+
+    chunks = _uses_chunks(request, manifest)
     with stage("seal"):
-        chunks = _uses_chunks(request, manifest)
-        filling = kept.enter_context(_open_filling(opened, on_bytes, chunks=chunks))
+        filling, owned = run_beside(
+            open_all, check=check, doing=f"{checkpoint.folder} is opened", undo=lambda late: late[1].close()
+        )
+        kept.push(owned)
     known = _known(request, manifest, filling) if chunks else ()
     built, seen, verification = _build_early(request, filling, reads=not known), filling.seen, None
     is_early = built is not None
     if built is None:
-        seen, verification = _read(filling, manifest, request, kept)
+        seen, verification = _read(filling, manifest, request, kept, check=check)
         with stage("examine"):
             contents = examine(seen)
         with stage("build"):
@@ -192,6 +202,7 @@ def source_tower(
         recipe=_recipe(request, built, seen),
         verification=verification,
         kept=kept,
+        check=check,
         known=known if is_early else (),
     )
     with stage("share"):
@@ -243,10 +254,12 @@ def _read(
     manifest: Manifest,
     request: Request,
     kept: ExitStack,
+    *,
+    check: Check,
     accepted: SealedCheckpoint | None = None,
 ) -> tuple[SealedCheckpoint, Verification]:
     with stage("seal"):
-        sealed = filling.finish() if accepted is None else accepted
+        sealed = filling.finish(check) if accepted is None else accepted
         kept.callback(sealed.close)
     with stage("verify"):
         verification = verify(manifest, sealed.digests, mode=request.verify)
@@ -281,7 +294,9 @@ def _known(request: Request, manifest: Manifest, filling: Filling) -> tuple[Chun
     return () if None in found else tuple(each for each in found if each is not None)
 
 
-def compare_chunks(fds: Sequence[int], known: Sequence[ChunkList | None], *, part: int, parts: int) -> bool:
+def compare_chunks(
+    fds: Sequence[int], known: Sequence[ChunkList | None], *, part: int, parts: int, check: Check
+) -> bool:
     """Compare this rank's part of the weight files' chunks with the known ones.
 
     Args:
@@ -289,15 +304,25 @@ def compare_chunks(fds: Sequence[int], known: Sequence[ChunkList | None], *, par
         known: Their chunks; None for a list that this rank cannot use, as where blake3 is not installed.
         part: This rank's place among those that share the work.
         parts: How many they are.
+        check: Called now and then; what it raises ends the wait.
 
     Ranks: local.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // parts)
-    pairs = zip(fds, known, strict=True)
-    return all(
-        chunks is not None and agrees(fd, chunks, part=part, parts=parts, threads=threads) for fd, chunks in pairs
-    )
+    own = [os.dup(fd) for fd in fds]  # for a thread that may be left behind
+
+    def compare() -> bool:
+        try:
+            return all(
+                chunks is not None and agrees(fd, chunks, part=part, parts=parts, threads=threads)
+                for fd, chunks in zip(own, known, strict=True)
+            )
+        finally:
+            for fd in own:
+                os.close(fd)
+
+    return run_beside(compare, check=check, doing="the weight files are compared by their chunks")
 
 
 def _build(request: Request, seen: SealedCheckpoint, contents: Contents) -> nn.Module:

@@ -1,0 +1,138 @@
+"""A read of the source that never returns, as on a network disk that is gone: all ranks raise in time, it too.
+
+The blocked thread can not be ended while the system holds it: it is left behind as a daemon with what it uses, and gone
+when the read returns.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+
+from safeload.errors import PeerError
+from tests.ranks import on_ranks
+from tests.test_faults import SOURCE, leftovers, load, use_temporary_folder
+from tests.towers import clip_folder
+
+TIMEOUT_S = 1.0
+MARGIN_S = 6.0  # the source's patience with its threads, the others' with the source, and a slow machine
+# What blocks, in which call of it, and what the message says of it.
+STUCK = {
+    "resolve": ("safeload.loading.resolve", 0, "clip is looked at"),
+    "expect": ("safeload.loading.expect", 0, "clip is looked at"),
+    "config": ("safeload.sealing.copy_hashed", 0, "clip is opened"),
+    "headers": ("safeload.filling.read_start", 0, "clip is opened"),
+    "first bytes": ("safeload.filling.copy_hashed", 0, "model.safetensors is read, 0 of "),
+    "weights": ("safeload.filling._Target.__call__", 1, "model.safetensors is read, [1-9][0-9]* of "),
+}
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory):
+    return clip_folder(tmp_path_factory.mktemp("towers") / "clip")
+
+
+@contextlib.contextmanager
+def stuck(work, count):
+    """Block the source in a read of an empty pipe, which is as deaf as one of a dead disk, until the end."""
+    if int(os.environ["RANK"]) != SOURCE:
+        yield
+        return
+    import importlib
+
+    module, _, name = work.rpartition(".")
+    owner = sys.modules.get(module) or importlib.import_module(module.removesuffix("._Target"))
+    owner = owner._Target if module.endswith("_Target") else owner
+    original, calls = getattr(owner, name), []
+    reader, writer = os.pipe()
+
+    def blocking(*args, **kwargs):
+        calls.append(None)
+        if len(calls) > count:
+            os.read(reader, 1)
+        return original(*args, **kwargs)
+
+    try:
+        with mock.patch.object(owner, name, blocking), mock.patch("safeload.reading._CHUNK_BYTES", 100_000):
+            yield
+    finally:
+        os.close(writer)
+        _join()
+        os.close(reader)
+
+
+def _join():
+    """Wait until what was left behind is gone, now that the read returns."""
+    until = time.monotonic() + 5
+    while any("safeload" in thread.name for thread in threading.enumerate()) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("transport", ["shared", pytest.param("broadcast", marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_a_read_that_never_returns(transport, tower, tmp_path):
+    import torch.distributed as dist
+
+    use_temporary_folder(tmp_path)
+    load(tower, transport=transport)
+    dist.barrier()
+    before = leftovers()
+    for at, (work, count, said) in STUCK.items():
+        began = time.monotonic()
+        with stuck(work, count):
+            with pytest.raises(PeerError, match=rf"rank {SOURCE} still at work: .*{said}") as caught:
+                load(tower, transport=transport, timeout=timedelta(seconds=TIMEOUT_S))
+            assert time.monotonic() - began < TIMEOUT_S + MARGIN_S, at
+            assert caught.value.rank == SOURCE, at
+            assert f"within {TIMEOUT_S:g} s" in str(caught.value), at
+        del caught
+        load(tower, transport=transport)
+    dist.barrier()
+    left = leftovers() - before
+    assert not left, left
+
+
+@on_ranks(2)
+def test_chunks_that_can_not_be_read(tmp_path):
+    folder = clip_folder(tmp_path / f"tower-{os.environ['RANK']}")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path / f"cache-{os.environ['RANK']}")
+    options = {"memory": "mapped", "transport": "shared", "chunk_digests": True, "verify": "auto"}
+    import hashlib
+
+    (folder / "SHA256SUMS").write_text(
+        "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in folder.iterdir())
+    )
+    load(folder, **options)
+    with stuck("safeload.chunking._hash_piece", 0), pytest.raises(PeerError) as caught:
+        load(folder, **options, timeout=timedelta(seconds=TIMEOUT_S))
+    assert "compared by their chunks" in str(caught.value) or "silent" in str(caught.value)
+    load(folder, **options)
+
+
+ALONE = """
+import os, sys, threading, time
+from datetime import timedelta
+from transformers import CLIPVisionModel
+from safeload import PeerError, filling, safe_from_pretrained
+reader, _ = os.pipe()
+filling.copy_hashed = lambda *args, **kwargs: os.read(reader, 1)
+began = time.monotonic()
+try:
+    safe_from_pretrained(CLIPVisionModel, sys.argv[1], verify="off", device="cpu", timeout=timedelta(seconds=1))
+except PeerError as error:
+    assert "still at work" in str(error) and "model.safetensors is read" in str(error), error
+    assert time.monotonic() - began < 8
+    print([thread.name for thread in threading.enumerate() if thread.name == "safeload-read"])
+"""
+
+
+def test_a_process_on_its_own_raises_and_can_end_while_the_read_still_blocks(tower):
+    done = subprocess.run([sys.executable, "-c", ALONE, tower], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['safeload-read']"
