@@ -230,11 +230,10 @@ def build_while_reading(
         if mode is not None:
             _refuse_dependent(load_plan, comes_from)
             mode.refuse_looked(filling, contents)
-    except MemoryError:
+    except BaseException as error:  # told again by the second run, if it is not that the weights were missing
         arena.close()
-        raise
-    except Exception:  # told again by the second run, if it is not that the weights were missing
-        arena.close()
+        if isinstance(error, MemoryError) or not isinstance(error, Exception):
+            raise
         return None
     filling.want(_wanted(places, load_plan, jobs, filling), arena.fd)
     order = sorted(range(len(places)), key=lambda number: comes_from[number] or (-1, number, 0))

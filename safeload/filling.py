@@ -310,6 +310,8 @@ class Filling:
 
     def close(self) -> None:
         """Stop reading. A thread stuck in a read is left behind, and what it uses stays open until it returns."""
+        if self._progress.stopped.is_set():
+            return
         self._progress.stopped.set()
         for target in self._targets:
             target.decided.set()
