@@ -21,6 +21,7 @@ from torch import nn
 from safeload.broadcasting import Piece, broadcast, payload_device
 from safeload.building import build_peer
 from safeload.chunking import ChunkList
+from safeload.crowding import device_unit, warn_of_shared_device
 from safeload.errors import SafeLoadError
 from safeload.group import Group
 from safeload.handing import node_key
@@ -200,8 +201,10 @@ def _take_over(
         if blocks is not None:
             call.kept.callback(blocks.close)  # at once: the ranks have still to agree
     with stage("share"):
-        said = answer.to_json()
+        unit = device_unit(device) if call.request.device is None else ""
+        said = replace(answer, unit=unit).to_json()
     answers = [Answer.from_json(raw) for raw in call.ranks.gather_bytes("share", said)]
+    warn_of_shared_device(answers, call.ranks.rank)
     return blocks, choose(call.request.transport, answers, source_rank=call.ranks.source_rank)
 
 

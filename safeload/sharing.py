@@ -130,12 +130,16 @@ def offer(fds: Sequence[int], kept: ExitStack) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one rank says before the transport is chosen: where its tower is to live, and whether it has the blocks."""
+    """What one rank says before the transport is chosen: where its tower is to live, and whether it has the blocks.
+
+    `unit` names the accelerator itself, where this rank took the default one.
+    """
 
     device: str
     node: str
     has_blocks: bool
     problem: str = ""
+    unit: str = ""
 
     def to_json(self) -> bytes:
         """Return the record as JSON bytes."""
