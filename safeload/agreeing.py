@@ -285,7 +285,10 @@ class Call:
         if grace_over and (self.watch.lost or flag == b"stuck" or not in_collectives):
             return blame_trouble(store, self._scene())
         if now >= self._deadline + (0 if self.judges else _MARGIN_S):
-            return blame_silence(store, self._scene())
+            silence = blame_silence(store, self._scene())
+            if self._trouble_since is None:
+                return silence
+            return blame_trouble(store, self._scene()) | {"absent": silence["absent"]}  # the failure explains it
         return None
 
     def _scene(self) -> Scene:

@@ -58,7 +58,7 @@ def join_group(
         raise GroupError(f"source_rank is {source_rank}, but the group has ranks 0 to {size - 1} (ranks in the group)")
     if size == 1:
         return Group(global_rank=dist.get_rank(), timeout=timeout)
-    return RankGroup(group, source_rank=source_rank, timeout=timeout)
+    return RankGroup.of(group, source_rank=source_rank, timeout=timeout)
 
 
 def _warn_if_alone() -> None:

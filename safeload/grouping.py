@@ -34,7 +34,7 @@ class Group:
         global_rank: This process's rank in the whole job.
         host: Name of this host.
         hosts: Ranks (in the group) by host, in rank order: those of one tuple share a kernel, pids and memory.
-        devices: Types of device whose tensors `broadcast` takes, the cpu first.
+        devices: Types of device whose tensors `stream` takes, the cpu first.
     """
 
     def __init__(self, *, global_rank: int = 0, timeout: timedelta | None = None) -> None:
@@ -159,24 +159,6 @@ class Group:
             text = f"still at work: {doing}" if doing else "still at work"
             what = f"the load did not end within its `timeout`: rank {self.global_rank} {text}"
             raise PeerError(what, rank=self.global_rank, host=self.host, failures={self.global_rank: text})
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill every rank's tensor with the source's bytes. `stream` is the safe way for several tensors.
-
-        Args:
-            tensor: `[size_bytes]`, uint8, contiguous, of the same size on every rank.
-
-        Raises:
-            SafeLoadError: A rank was lost or failed, or the timeout is over.
-
-        Ranks: called on every rank of the group, none of which may fail between the last stage and this call.
-        """
-
-    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        """Send bytes to one rank, which calls `recv`. As `broadcast` otherwise."""
-
-    def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
-        """Receive bytes from one rank, which calls `send`. As `broadcast` otherwise."""
 
     def among(self, ranks: Sequence[int]) -> Group:
         """Return the group of some of these ranks, to be entered with `with`; the first of them is its source.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,14 +20,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from safeload import statements, wiring
+from safeload import joining, statements, wiring
 from safeload.agreeing import Call
 from safeload.errors import GroupError
 from safeload.grouping import Group
+from safeload.joining import Members
 from safeload.promising import Promise
 from safeload.transferring import Payload, Transfers
+from safeload.waiting import run_beside
 from safeload.watching import Identity, Seat
 
 if TYPE_CHECKING:
@@ -43,7 +45,6 @@ class _Past:
 
     calls: int = 0
     promises: int = 0
-    parts: dict[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
     alone: bool = False  # inside of work that only the source does
     lock: threading.RLock = field(default_factory=threading.RLock)  # re-entrant: a tower may be made of towers
     known: dict[int, Identity] = field(default_factory=dict)
@@ -56,17 +57,30 @@ _pasts_lock = threading.Lock()
 class RankGroup(Group):
     """Several ranks of one process group."""
 
-    def __init__(self, group: ProcessGroup, *, source_rank: int, timeout: timedelta) -> None:
-        super().__init__(global_rank=dist.get_rank())
-        self._group, self._timeout = group, timeout
-        self.rank, self.size, self.source_rank = dist.get_rank(group), dist.get_world_size(group), source_rank
-        ranks = tuple(dist.get_global_rank(group, rank) for rank in range(self.size))
-        self._seat = Seat(rank=self.rank, global_ranks=ranks, identity=self._identity)
-        self.devices = wiring.device_types(group)
-        with _pasts_lock:
-            self._past = _pasts.setdefault(group, _Past())
+    def __init__(
+        self,
+        members: Members,
+        past: _Past,
+        *,
+        source_rank: int,
+        timeout: timedelta,
+        outer: RankGroup | None = None,
+    ) -> None:
+        super().__init__(global_rank=members.global_ranks[members.rank])
+        self._members, self._past, self._timeout, self._outer = members, past, timeout, outer
+        self.rank, self.size, self.source_rank = members.rank, len(members.global_ranks), source_rank
+        self._seat = Seat(rank=self.rank, global_ranks=members.global_ranks, identity=self._identity)
+        self.devices = members.devices
+        self._parts: Counter[tuple[int, ...]] = Counter()
         self._call: Call
         self._transfers: Transfers
+
+    @classmethod
+    def of(cls, group: ProcessGroup, *, source_rank: int, timeout: timedelta) -> RankGroup:
+        """Return the members of a process group; see `join_group`."""
+        with _pasts_lock:
+            past = _pasts.setdefault(group, _Past())
+        return cls(joining.members_of(group, timeout=timeout), past, source_rank=source_rank, timeout=timeout)
 
     @property
     def source_global_rank(self) -> int:
@@ -90,10 +104,10 @@ class RankGroup(Group):
                 rank=self.global_rank,
             )
         try:
-            store = wiring.call_store(self._group, self._seat.global_ranks, self._past.calls, timeout=self._timeout)
+            store = wiring.call_store(self._members.open_store(), self._seat.global_ranks, self._past.calls)
             self._past.calls += 1  # also for a call that fails: its number is used up on every rank
             self._call = Call(store, self._seat, timeout=self._timeout, remembered=self._past.known)
-            self._transfers = Transfers(self._group, self._call, self.source_rank)
+            self._transfers = Transfers(self._members, self._call, self.source_rank)
             try:
                 self._meet()
             except BaseException as error:
@@ -137,6 +151,8 @@ class RankGroup(Group):
         finally:
             self._past.known = dict(self._call.watch.known)
             self._past.lock.release()
+            self._transfers.close()
+            self._members.close()
 
     def _depart(self, error: BaseException) -> BaseException:
         """Leave with an error: the agreed one as it is, any other is told to the ranks first."""
@@ -185,6 +201,8 @@ class RankGroup(Group):
         return statements.unpack(self._call.gather(statements.payload_bytes(payload), statements.pack))
 
     def check(self, doing: str = "") -> None:
+        if self._outer is not None:  # its other members wait, too
+            self._outer.check(doing)
         self._call.check(doing)
 
     def _attempt(self, stage: str, fn: Callable[[], T]) -> tuple[T, bytes, Exception | None]:
@@ -197,28 +215,23 @@ class RankGroup(Group):
 
     # --- payload ---
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self._transfers.broadcast(tensor)
-
-    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        self._transfers.send(tensor, to_rank)
-
-    def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
-        self._transfers.recv(tensor, from_rank)
-
     def among(self, ranks: Sequence[int]) -> Group:
-        members = sorted(self._seat.global_ranks[rank] for rank in ranks)
-        key = tuple(members)
-        if key not in self._past.parts:
-            self._past.parts[key] = dist.new_group(
-                members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
-            )
-        source_rank = members.index(self._seat.global_ranks[ranks[0]])
-        return RankGroup(self._past.parts[key], source_rank=source_rank, timeout=self._timeout)
+        key = tuple(self._seat.global_ranks[rank] for rank in ranks)
+        number = f"{self._past.calls}.{self._parts[key]}"  # of the call, and in it: the same on all of them
+        self._parts[key] += 1
+        store = wiring.call_store(self._members.open_store(), key, number, kind="part")
+        members = run_beside(
+            lambda: joining.part_of(key, self.global_rank, store, timeout=self._timeout),
+            check=self.check,
+            doing=f"ranks {', '.join(map(str, key))} connect",
+            undo=lambda late: late.close(),
+        )
+        source_rank = members.global_ranks.index(key[0])
+        return RankGroup(members, _Past(), source_rank=source_rank, timeout=self._timeout, outer=self)
 
     def promise(self) -> Promise:
         number, self._past.promises = self._past.promises, self._past.promises + 1
-        store = wiring.call_store(self._group, self._seat.global_ranks, number, timeout=self._timeout, kind="promise")
+        store = wiring.call_store(self._members.open_store(), self._seat.global_ranks, number, kind="promise")
         raw = self.send_bytes("promise", self._identity.to_bytes() if self.is_source else None)
         promiser = Identity.from_bytes(raw)
         can_look = promiser.kernel == self._identity.kernel  # at its process, whether it lives

@@ -7,32 +7,28 @@ collective that was begun is ended on every rank, so that the process group work
 
 from __future__ import annotations
 
-import concurrent.futures
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
-import torch.distributed as dist
 
 from safeload import statements
 from safeload.agreeing import Call
-from safeload.errors import GroupError, PeerError, SafeLoadError
+from safeload.errors import GroupError
+from safeload.joining import Members
+from safeload.waiting import Workers, wait_for
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import Work
 
 __all__ = ["Payload", "Transfers"]
 
-Begin = Callable[[], "Work | None"]
 _WINDOW_BYTES: Final = 64 * 1024**2  # at least, sent for one `go`: the source has all of it when the others go in
 _LONGEST_WINDOW_BYTES: Final = 1024**3  # at most: the others learn of a failure after this much more
 _RANK_WINDOW_BYTES: Final = 1024**2  # more for each rank, as each `go` is asked for by all of them
 _POLL_S: Final = (0.00005, 0.002)  # shortest and longest pause between two looks at a running collective
-_BLAME_S: Final = 10.0  # a broken collective waits this long for the reason, which the watch finds out
 
 
 class _StuckError(Exception):
@@ -58,32 +54,18 @@ class Transfers:
     """The collectives of one call.
 
     Args:
-        group: The process group.
+        members: Whose they are.
         call: The call they belong to.
         source_rank: Rank in the group that sends.
     """
 
-    def __init__(self, group: ProcessGroup, call: Call, source_rank: int) -> None:
-        self._group, self._call = group, call
-        self._source_rank = source_rank
-        self._source_global_rank = call.seat.global_ranks[source_rank]
+    def __init__(self, members: Members, call: Call, source_rank: int) -> None:
+        self._members, self._call, self._source_rank = members, call, source_rank
+        self._beginner = Workers(1, name="safeload-begin")
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill the tensor with the source's bytes; see `Group.broadcast`."""
-        try:
-            self._broadcast(_checked(tensor, tensor.numel()))
-        except _StuckError as error:
-            raise self._blame(error) from error.__cause__
-
-    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        """Send to one rank; see `Group.send`."""
-        _checked(tensor, tensor.numel())
-        self._point_to_point(lambda: dist.isend(tensor, self._call.seat.global_ranks[to_rank], group=self._group))
-
-    def recv(self, tensor: torch.Tensor, from_rank: int) -> None:
-        """Receive from one rank; see `Group.recv`."""
-        _checked(tensor, tensor.numel())
-        self._point_to_point(lambda: dist.irecv(tensor, self._call.seat.global_ranks[from_rank], group=self._group))
+    def close(self) -> None:
+        """End what the call needed; a thread that is stuck in the beginning of a collective is left behind."""
+        self._beginner.close(patience_s=0.1)
 
     def stream(self, payload: Payload) -> None:
         """Broadcast buckets one after another; see `Group.stream`. Every rank is here already."""
@@ -148,13 +130,9 @@ class Transfers:
         return statements.failure_bytes(statements.describe_failure(error, who=who, stage=stage, stuck=stuck))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        source = self._source_global_rank
-        self._complete(lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True))
-
-    def _complete(self, begin: Begin) -> None:
         pause_s = _POLL_S[0]
         try:
-            work = begin()
+            work = self._begin(tensor)
             while work is not None and not work.is_completed():
                 self._call.check()
                 time.sleep(pause_s)
@@ -164,41 +142,26 @@ class Transfers:
         except RuntimeError as error:  # what the backends raise when a peer's connection is gone or too slow
             raise _StuckError(f"a transfer broke off: {error}") from error
 
-    def _point_to_point(self, begin: Begin) -> None:
-        """Run one transfer; gloo's make no progress that a poll could see, so that a thread waits for it."""
-        ended: Future[None] = Future()
-        thread = threading.Thread(target=_wait_for, args=(begin, ended), name="safeload-transfer", daemon=True)
-        thread.start()
-        try:
-            while not ended.done():
-                self._call.check()
-                concurrent.futures.wait([ended], timeout=_POLL_S[1])
-            ended.result()
-        except RuntimeError as error:
-            raise self._blame(_StuckError(f"a transfer broke off: {error}")) from error
-        thread.join()
+    def _begin(self, tensor: torch.Tensor) -> Work | None:
+        """Begin a collective. On an accelerator that may block, as NCCL connects to the others in its first ones."""
+        if tensor.device.type == "cpu":  # gloo and MPI only queue it
+            return self._members.begin(tensor, self._source_rank)
+        enter = _stream_of(tensor.device)
 
-    def _blame(self, error: _StuckError) -> SafeLoadError:
-        """Find out why a collective broke off: a moment later the watch mostly knows which rank is gone."""
-        until = time.monotonic() + _BLAME_S
-        while time.monotonic() < until:
-            try:
-                self._call.check()
-            except SafeLoadError as agreed:
-                return agreed
-            time.sleep(0.05)
-        return PeerError(str(error), failures={self._call.seat.identity.global_rank: str(error)})
+        def begin() -> Work | None:
+            enter()
+            return self._members.begin(tensor, self._source_rank)
+
+        doing = f"a collective on {tensor.device} begins"
+        return wait_for(self._beginner.submit(begin), check=self._call.check, doing=lambda: doing)
 
 
-def _wait_for(begin: Begin, ended: Future[None]) -> None:
-    try:
-        work = begin()
-        if work is not None:
-            work.wait()
-    except Exception as error:
-        ended.set_exception(error)
-    else:
-        ended.set_result(None)
+def _stream_of(device: torch.device) -> Callable[[], None]:
+    """Return what makes another thread use this one's device and stream: a collective comes after what is on it."""
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device(device.type):
+        return lambda: None
+    stream = torch.accelerator.current_stream(device)
+    return lambda: torch.accelerator.set_stream(stream)
 
 
 def _scrap(size_bytes: int, device: str | torch.device) -> torch.Tensor:

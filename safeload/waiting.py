@@ -53,11 +53,22 @@ class Workers:
         future: Future[T] = Future()
         self._tasks.put((future, lambda: work(*args)))
         if len(self._threads) < self._count:
-            with self._lock:
-                self._running += 1
-            self._threads.append(threading.Thread(target=self._serve, name=self._name, daemon=True))
-            self._threads[-1].start()
+            self._start_one()
         return future
+
+    def _start_one(self) -> None:
+        thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        with self._lock:
+            self._running += 1
+        try:
+            thread.start()
+        except RuntimeError:  # no room for one more
+            with self._lock:
+                self._running -= 1
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
 
     def close(self, *, patience_s: float | None = None) -> bool:
         """End the threads, when they have done what was submitted.

@@ -39,23 +39,20 @@ _ADDRESS_BYTES: Final = 256
 _own_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def call_store(
-    group: ProcessGroup, global_ranks: tuple[int, ...], number: int, *, timeout: timedelta, kind: str = ""
-) -> Store:
+def call_store(store: Store, global_ranks: tuple[int, ...], number: int | str, *, kind: str = "") -> Store:
     """Return the members' store under a prefix that belongs to one call of one group alone.
 
     Args:
-        group: The process group.
-        global_ranks: Its members.
-        number: How many calls this group has made before.
-        timeout: For making a store where the group's own can not be had.
+        store: The members' store.
+        global_ranks: The members.
+        number: How many calls they have made before.
         kind: Of what the number counts, where that is not calls.
 
-    Ranks: called on every rank of `group`, in the same order.
+    Ranks: local; the same prefix on every member.
     """
     members = hashlib.sha256(repr(global_ranks).encode()).hexdigest()[:12]
     prefixed: Any = vars(dist)["PrefixStore"]
-    return cast(Store, prefixed(f"safeload/{members}/{kind}{number}", control_store(group, timeout=timeout)))
+    return cast(Store, prefixed(f"safeload/{members}/{kind}{number}", store))
 
 
 def own_line(store: Store) -> Store:
