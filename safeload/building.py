@@ -34,6 +34,7 @@ __all__ = ["build_peer", "build_source"]
 _META: Final = torch.device("meta")
 _CPU: Final = torch.device("cpu")
 _UNKNOWN_KEYWORD: Final = re.compile(r"unexpected keyword argument '(\w+)'")
+_NO_MEMORY: Final = re.compile(r"(can't|[Cc]annot) allocate memory|[Oo]ut of memory")  # torch, the system
 
 
 def build_source(
@@ -156,6 +157,8 @@ def _quietly(
         except Exception as error:
             _refuse_unknown(error, kwargs, model_class)
             why = str(error).replace(folder, origin)  # the private folder is gone when this is read
+            if isinstance(error, MemoryError) or _NO_MEMORY.search(why):
+                raise MemoryError(f"{origin} could not be loaded: {why}") from error  # no fault of the checkpoint
             raise CheckpointError(
                 f"{model_class.__name__}.from_pretrained could not load the checkpoint {origin}: {why}", path=origin
             ) from error

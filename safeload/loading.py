@@ -107,7 +107,9 @@ def safe_from_pretrained(
             file that was hashed is mapped, for storage that nobody writes to. The load fails where the file changed
             while it was hashed, and replacing it by name is harmless; but what is written into it later shows in the
             tensors, and who cuts it short kills the process.
-        timeout: How long the ranks wait for each other to come, and again for the whole load to end.
+        timeout: How long the ranks wait for each other to come, and again for the whole load to end. A read that never
+            returns, as of a network disk that is gone, ends the load in time like any other silence: its thread, which
+            nothing can end, is left behind as a daemon with what it uses until the read returns.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
         verdict: "load" returns when the bytes have been verified; "first_use" returns when the tensors are in place,

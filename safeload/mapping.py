@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from safeload.errors import SourceError
 from safeload.holding import freeze, has_sealed_memory, new_memory, write_at
 
 __all__ = ["ALIGN_BYTES", "WINDOW_BYTES", "Arena", "Mapped", "can_map", "map_private", "mapped_now", "view"]
@@ -43,7 +44,16 @@ def map_private(fd: int, size_bytes: int) -> torch.UntypedStorage:
 
     Returns:
         The mapping, which holds no descriptor. Tensors made by `view` keep it alive.
+
+    Raises:
+        SourceError: The file is shorter than it was.
     """
+    now_bytes = os.fstat(fd).st_size
+    if now_bytes < size_bytes:
+        raise SourceError(
+            f"{os.readlink(f'/proc/self/fd/{fd}')}: {now_bytes} bytes now, {size_bytes} when it was opened: something "
+            "writes to it, and memory='mapped' is for storage that nobody writes to."
+        )
     mapping: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=False, nbytes=size_bytes)
     return cast(torch.UntypedStorage, mapping)
 
