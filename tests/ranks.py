@@ -5,9 +5,10 @@
 
     results = run_on_ranks(2, body, *args) # for tests that expect some ranks to die or to raise
 
-Processes are forked from a server that has torch and transformers loaded already, so that a test starts in tens of
-milliseconds after the first one. Each rank has a clean environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR...), its
-output and, where it hangs, its stacks are shown, its exit status counts, and nothing outlives the test.
+Processes are forked from a server that has torch, transformers and safeload loaded already, so that a test starts in
+tens of milliseconds after the first one. Each rank has a clean environment (RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR...), its output and, where it hangs, its stacks are shown, its exit status counts, and nothing outlives the
+test.
 A test fails when a rank raises, ends before its function returned (also by exit(0)), ends with a bad status, or is
 late. A warning that points at safeload or at a test is an error.
 """
@@ -49,6 +50,7 @@ _PRELOAD: Final = [
     "transformers.modeling_utils",
     "transformers.models.clip.modeling_clip",
     "accelerate",
+    "safeload.demo_ranks",  # and with it all of safeload that a rank needs: 0.4 s for each run of ranks
 ]
 _GRACE_S: Final = 5.0  # how long siblings of a failed rank may go on, so that they can say why they end
 _STACKS_S: Final = 0.5  # how long a late rank has to write its stacks before it is killed

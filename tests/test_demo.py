@@ -1,6 +1,7 @@
 """The demo: what it shows is what happens, on this stack, and it fails when a promise does not hold."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import transformers
 from rich.console import Console
 
+from safeload.cli import main
 from safeload.demo import run_demo
 from safeload.demo_records import WAYS
 from safeload.demo_tables import print_result
@@ -32,10 +34,15 @@ def start_demo(*options, **kwargs):
     return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment, **kwargs)
 
 
-def demo(*options):
-    process = start_demo(*options)
-    out, err = process.communicate(timeout=150)
-    return process.returncode, out, err
+@pytest.fixture
+def demo(capfd):
+    """The program in this process, whose fork server is warm."""
+
+    def run(*options):
+        status = main(["demo", *options])
+        return status, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +151,7 @@ def test_a_tower_that_training_touches_is_noticed():
     assert not row.same_objects
 
 
-def test_a_real_tower_on_three_ranks_as_json():
+def test_a_real_tower_on_three_ranks_as_json(demo):
     status, out, err = demo("--json", "--ranks", "3", "--tower", str(real_text_tower()))
     assert status == 0, out + err
     told = json.loads(out)
@@ -155,7 +162,7 @@ def test_a_real_tower_on_three_ranks_as_json():
     assert len(told["setting"]["reference"]) > 100
 
 
-def test_a_real_vision_tower_in_tables():
+def test_a_real_vision_tower_in_tables(demo):
     status, out, err = demo("--tower", str(real_vision_tower()))
     if hasattr(transformers.Dinov2Config(), "use_mask_token"):
         assert status == 0, out + err
@@ -167,7 +174,7 @@ def test_a_real_vision_tower_in_tables():
         assert "embeddings.mask_token" in err
 
 
-def test_a_tower_that_is_not_there_is_a_named_failure(tmp_path):
+def test_a_tower_that_is_not_there_is_a_named_failure(demo, tmp_path):
     status, out, err = demo("--json", "--tower", str(tmp_path / "nothing"))
     assert status == 1, err
     assert json.loads(out)["error"]["class"] == "SourceError"
@@ -177,23 +184,40 @@ def test_a_tower_that_is_not_there_is_a_named_failure(tmp_path):
     assert "nothing" in err
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_control_c_ends_it_all(how, status, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    process = start_demo(start_new_session=True)
-    try:
-        until = time.monotonic() + 60
-        while len(psutil.Process(process.pid).children(recursive=True)) < 3 and time.monotonic() < until:
-            time.sleep(0.05)  # tracker, fork server, a rank
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 3
-        os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
-        out, err = process.communicate(timeout=15)
-        assert process.returncode == status
-        assert out == ""
-        assert "Traceback" not in err
-        assert not psutil.wait_procs(family, timeout=15)[1]
-        assert [each.name for each in tmp_path.iterdir() if each.name.startswith("safeload-")] == []
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def test_control_c_ends_it_all(tmp_path, monkeypatch):
+    """And so does what a scheduler sends. Two programs at once: most of their time goes into imports."""
+    with contextlib.ExitStack() as started:
+        running = []
+        for how in (signal.SIGINT, signal.SIGTERM):
+            folder = tmp_path / how.name
+            folder.mkdir()
+            monkeypatch.setenv("TMPDIR", str(folder))
+            # a shell's background job ignores Ctrl-C, and what it starts does
+            restore = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+            process = start_demo(start_new_session=True, preexec_fn=restore)
+            started.callback(end_session, process)
+            running.append((process, how, folder))
+        for process, how, folder in running:
+            family = wait_for_family(process)  # tracker, fork server, a rank
+            os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
+            out, err = process.communicate(timeout=15)
+            assert process.returncode == 128 + how
+            assert out == ""
+            assert "Traceback" not in err
+            assert not psutil.wait_procs(family, timeout=15)[1]
+            assert [each.name for each in folder.iterdir() if each.name.startswith("safeload-")] == []
+
+
+def wait_for_family(process):
+    until = time.monotonic() + 60
+    while len(psutil.Process(process.pid).children(recursive=True)) < 3 and time.monotonic() < until:
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 3
+    return family
+
+
+def end_session(process):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()

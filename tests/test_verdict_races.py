@@ -45,8 +45,8 @@ def _use(folder):
 def _use_late(folder):
     from safeload import signalling
 
-    signalling._ANSWER_S = 2.0  # what a live control line may take to answer; this one has ended
-    _delay_reading(6)
+    signalling._ANSWER_S = 1.0  # what a live control line may take to answer; this one has ended
+    _delay_reading(3)
     return _use(folder)
 
 
@@ -91,7 +91,9 @@ def _drop_unused(folder):
         tower = _load(folder, verdict="first_use")
         del tower
         gc.collect()
-    time.sleep(2)
+    until = time.monotonic() + 5
+    while len(set(os.listdir("/proc/self/fd")) - open_before) > 3 and time.monotonic() < until:
+        time.sleep(0.05)
     return len(set(os.listdir("/proc/self/fd")) - open_before)
 
 
@@ -105,11 +107,11 @@ def _load_behind_a_stall(folder):
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
-        _delay_reading(6)
+        _delay_reading(4)
     return _load(folder, transport="broadcast") is not None
 
 
 def test_a_source_that_stalls_in_the_stream_for_longer_than_the_groups_timeout(tmp_path):
     folder = clip_folder(tmp_path / "tower")
-    results = run_on_ranks(2, _load_behind_a_stall, folder, group_timeout_s=3)
+    results = run_on_ranks(2, _load_behind_a_stall, folder, group_timeout_s=2)
     assert all(result.ok for result in results), results[0].describe() + results[1].describe()
