@@ -142,7 +142,7 @@ def _killed():
         yield pytest.param(*row, marks=[] if row in ALWAYS else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("stage", "rank", "store"), _killed())
+@pytest.mark.parametrize(("stage", "rank", "store"), list(_killed()))
 def test_a_killed_rank_in_any_stage(stage, rank, store, tmp_path):
     source_rank = rank if stage == "seal" else 0
     results = run_on_ranks(3, suffer, tmp_path, (stage, rank, "kill"), source_rank, store=store)
@@ -240,6 +240,8 @@ def test_long_work_can_ask_whether_it_still_makes_sense():
 
 
 def interrupt_one():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
     def work():
         if g.rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
