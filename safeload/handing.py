@@ -66,7 +66,7 @@ class Offer:
                 connection, _ = self._listener.accept()
                 with connection:
                     connection.settimeout(_PATIENCE_S)
-                    if _is_same_user(connection):
+                    if not self._closing.is_set() and _is_same_user(connection):
                         self._send(connection)
 
     def _send(self, connection: socket.socket) -> None:
@@ -76,8 +76,9 @@ class Offer:
     def close(self) -> None:
         """Stop; descriptors that were handed over stay valid."""
         self._closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
+            wake.setblocking(False)
+            wake.connect(f"\0{self.address}")  # `accept` would notice a shutdown only after its time
         self._thread.join(timeout=_PATIENCE_S)
         self._listener.close()
 

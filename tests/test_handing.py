@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -118,3 +119,13 @@ def test_the_key_is_the_same_in_every_process_of_this_node():
 
     assert _in_child(child) == 0
     assert _in_child(child, unshare=NEW_PID_NAMESPACE) in (0, 77)
+
+
+def test_an_offer_ends_at_once():
+    fd = _memory(b"tower")
+    began = time.monotonic()
+    for _ in range(20):
+        with Offer([fd]):
+            time.sleep(0.01)  # its thread is in `accept`
+    os.close(fd)
+    assert time.monotonic() - began < 20 * 0.08
