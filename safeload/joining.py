@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Members", "members_of", "part_of"]
 
-_PATIENCE_S: Final = 1.0  # for a backend to end: one that is stuck in a transfer is left to a daemon thread
+_PATIENCE_S: Final = 0.3  # for a backend to end: one that is stuck in a transfer is left to a daemon thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

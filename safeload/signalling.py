@@ -25,7 +25,8 @@ _SLICE_S: Final = 0.5
 _SHARE_S: Final = 0.00005  # of a second between two questions, for each rank that may be asking
 _LAG: Final = 0.05  # an answer is noticed late by at most this part of the wait...
 _LONGEST_S: Final = 0.02  # ...and by at most this
-_ANSWER_S: Final = 7.0  # a slice and a tick over thousands of ranks stay well below
+_ANSWER_S: Final = 6.0  # a slice and a tick over thousands of ranks stay well below
+_AWAKE_S: Final = 1.0  # a thread that seems stuck has so long to move: this whole process may have been stopped
 
 
 class StoreLost(Exception):
@@ -46,6 +47,7 @@ class ControlLine:
         self._broken: Exception | None = None
         self._stuck = self._closed = False
         self._moved = time.monotonic()  # when the thread last was between two operations
+        self._suspected = (0.0, 0.0)  # the same, where that was long ago, and since when that is known
         self._thread = threading.Thread(target=self._serve, name="safeload-control", daemon=True)
         self._thread.start()
 
@@ -61,9 +63,10 @@ class ControlLine:
         if self._broken is not None:
             raise StoreLost(str(self._broken)) from self._broken
         future: Future[T] = Future()
+        stuck_s = time.monotonic() - self._moved  # in an earlier operation
         self._asked.put((operation, future))
         try:
-            return future.result(timeout=_ANSWER_S)
+            return future.result(timeout=max(_AWAKE_S, _ANSWER_S - stuck_s))
         except FutureTimeoutError as error:
             raise self._give_up() from error
 
@@ -77,7 +80,12 @@ class ControlLine:
             return  # the call is over: what is read on behind it needs the store no more
         if self._broken is not None:
             raise StoreLost(str(self._broken)) from self._broken
-        if time.monotonic() - self._moved > _ANSWER_S:
+        now, moved = time.monotonic(), self._moved
+        if now - moved <= _ANSWER_S:
+            return
+        if self._suspected[0] != moved:
+            self._suspected = moved, now
+        elif now - self._suspected[1] > _AWAKE_S:
             raise self._give_up()
 
     def _give_up(self) -> StoreLost:

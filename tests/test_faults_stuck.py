@@ -102,6 +102,20 @@ def test_a_read_that_never_returns(transport, tower, tmp_path):
     assert not left, left
 
 
+@on_ranks(4)
+def test_a_read_that_never_returns_while_the_first_ranks_of_two_nodes_wait_for_its_bytes(tower):
+    from safeload import delivering, handing, sharing
+
+    key = handing.node_key() + " of host " + "abab"[int(os.environ["RANK"])]
+    sharing.node_key = delivering.node_key = lambda: key
+    load(tower, transport="shared")
+    work, count, said = STUCK["weights"]
+    with stuck(work, count), pytest.raises(PeerError, match=rf"rank {SOURCE} still at work: .*{said}") as caught:
+        load(tower, transport="shared", timeout=timedelta(seconds=TIMEOUT_S))
+    assert SOURCE in caught.value.failures  # the other node's first rank waits in a stage of its own
+    load(tower, transport="shared")
+
+
 @pytest.fixture
 def locked(tmp_path):
     folder = clip_folder(tmp_path / "clip")

@@ -210,7 +210,7 @@ def test_a_receiver_holds_the_tower_and_at_most_two_buckets(tmp_path):
 
     from safeload.broadcasting import BUCKET_BYTES
 
-    config = CLIPVisionConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=24, num_attention_heads=8)
+    config = CLIPVisionConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8)
     folder = tmp_path / "tower"
     CLIPVisionModel(config).save_pretrained(folder)
     result = run_on_ranks(2, _broadcast_memory, folder)[0]
