@@ -5,6 +5,7 @@ import importlib.util
 import os
 import socket
 import time
+import types
 
 import pytest
 
@@ -21,6 +22,8 @@ REPO = "org/tower"
 def point_client_at(monkeypatch, tmp_path, endpoint):
     from huggingface_hub import constants, file_download
 
+    impatient = types.SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    monkeypatch.setattr(file_download, "time", impatient, raising=False)  # a second between two tries, five times
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     for module in (constants, file_download):  # older clients import the name
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
