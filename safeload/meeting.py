@@ -114,6 +114,7 @@ class RankGroup(Group):
                 raise self._depart(error) from error.__cause__
         except BaseException:
             self._past.lock.release()
+            self._members.close()
             raise
         return self
 
