@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -149,30 +150,42 @@ def command_of(launcher: str) -> list[str]:
     return [*launch, *program]
 
 
-def run_to_the_end(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run in a session of its own, so that a launcher that is late takes its workers along."""
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=env, start_new_session=True, **output) as process:
-        try:
-            text, _ = process.communicate(timeout=90)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, text)
+LAUNCHERS = ("accelerate", "python", "torchrun")
 
 
-@pytest.mark.parametrize("launcher", ["accelerate", "python", "torchrun"])
-def test_a_script_is_run_unedited(tmp_path, launcher):
-    want = saved(tmp_path)
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [*command_of(launcher), str(script), str(tmp_path), "--lr", "1", "--json"]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The script under each launcher, all of them at once: most of their time goes into imports."""
     ours = ("RANK", "WORLD", "LOCAL", "MASTER")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env |= {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = run_to_the_end(command, env)
-    assert done.returncode == 0, done.stdout
-    seen = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("seen.*"))]
+    with contextlib.ExitStack() as started:
+        found = {}
+        for launcher in LAUNCHERS:
+            folder = tmp_path_factory.mktemp(launcher)
+            want = saved(folder)
+            script = folder / "train.py"
+            script.write_text(SCRIPT)
+            command = [*command_of(launcher), str(script), str(folder), "--lr", "1", "--json"]
+            log = started.enter_context((folder / "output").open("w"))
+            # In a session of its own, so that a launcher that is late takes its workers along.
+            process = subprocess.Popen(command, env=env, start_new_session=True, stdout=log, stderr=subprocess.STDOUT)
+            started.callback(end_session, process)
+            found[launcher] = (process, folder, want)
+        yield found
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_is_run_unedited(runs, launcher):
+    process, folder, want = runs[launcher]
+    assert process.wait(timeout=90) == 0, (folder / "output").read_text()
+    seen = [json.loads(path.read_text()) for path in sorted(folder.glob("seen.*"))]
     assert len(seen) == (1 if launcher == "python" else 2)
     for facts in seen:
         assert facts["name"] == "__main__"
