@@ -169,5 +169,9 @@ def plain_tensors(device: torch.device) -> Iterator[None]:
 
     Ranks: local.
     """
-    with torch.inference_mode(mode=False), torch.no_grad(), torch.device(device):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.no_grad())
+        if torch.get_default_device() != device:  # a device context is a call of Python around every operation
+            stack.enter_context(torch.device(device))
         yield

@@ -78,7 +78,7 @@ class Offer:
         self._closing.set()
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
             wake.setblocking(False)
-            wake.connect(f"\0{self.address}")  # `accept` would notice a shutdown only after its time
+            wake.connect(f"\0{self.address}")  # after a shutdown `accept` spins until its time is over
         self._thread.join(timeout=_PATIENCE_S)
         self._listener.close()
 

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 __all__ = ["LoadReport", "MemoryMeter", "RankReport", "StageClock", "progress_bar", "pss_bytes"]
 
-_SAMPLE_S: Final = 0.05  # one reading of smaps_rollup costs a millisecond, and ten where gigabytes are mapped
+_SAMPLE_S: Final = 0.05
 _SHARE: Final = 30  # pauses are so many times as long as a reading took
+_STEP: Final = 0.02  # growth of resident memory that makes another reading worth its price, as a part of it
 _JOIN_S: Final = 5.0
 _MIB: Final = 1024**2
 _BAR_AFTER_S: Final = 1.0  # a load that is over by then shows no bar
@@ -35,20 +36,33 @@ def pss_bytes() -> int | None:
     return None
 
 
+def _resident_pages() -> int:
+    """Return this process's resident pages, shared ones in full: unlike PSS, the kernel keeps count of them."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return 0
+
+
 class MemoryMeter:
     """Samples this process's PSS in a thread while a load runs; a context manager.
 
-    A reading takes milliseconds where gigabytes are mapped: none of them is taken by the thread that loads.
+    A reading takes milliseconds, and tens of them where gigabytes are mapped, with the address space locked meanwhile:
+    none is taken by the thread that loads, and none where no memory has come in since the last one.
     """
 
     def __init__(self) -> None:
         self.before_bytes: int | None = None
         self.peak_bytes: int | None = None
         self.after_bytes: int | None = None
+        self._resident_pages = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="safeload-memory", daemon=True)
 
+    def _has_grown(self) -> bool:
+        return _resident_pages() > self._resident_pages * (1 + _STEP)
+
     def _sample(self) -> int | None:
+        self._resident_pages = max(self._resident_pages, _resident_pages())
         now = pss_bytes()
         if now is not None:
             self.peak_bytes = max(now, self.peak_bytes or 0)
@@ -59,7 +73,8 @@ class MemoryMeter:
         pause_s = _SAMPLE_S
         while not self._stop.wait(pause_s):
             start = time.perf_counter()
-            self._sample()
+            if self._has_grown():
+                self._sample()
             pause_s = max(_SAMPLE_S, _SHARE * (time.perf_counter() - start))
         self.after_bytes = self._sample()
 
