@@ -20,14 +20,12 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from safeload.waiting import Workers
-
-__all__ = ["ChunkHasher", "ChunkList", "agrees", "find", "leave", "lists_folder"]
+__all__ = ["ChunkHasher", "ChunkList", "chunk_agrees", "find", "leave", "lists_folder"]
 
 CHUNK_BYTES: Final = 8 << 20  # 150 chunks a gigabyte: enough to split evenly, few enough to keep
 _FORMAT: Final = 1
@@ -177,45 +175,26 @@ def leave(sha256: str, chunks: ChunkList) -> None:
             raise
 
 
-def agrees(fd: int, chunks: ChunkList, *, part: int, parts: int, threads: int) -> bool:
-    """Compare one part of a file's chunks with its list.
+def chunk_agrees(fd: int, chunks: ChunkList, number: int) -> bool:
+    """Compare one chunk of a file with its digest.
 
     Args:
-        fd: The file.
-        chunks: Its list.
-        part: Which part, from 0.
-        parts: Among how many the chunks are split.
-        threads: How many of this process's threads to use.
-
-    Returns:
-        Whether all chunks of this part are what the list says, and the file is as long.
+        fd: The file; its position is left alone.
+        chunks: The file's list.
+        number: Of the chunk. The last one must also be the file's end.
 
     Ranks: local.
     """
-    if os.fstat(fd).st_size != chunks.size_bytes:
-        return False
-    count = len(chunks.digests)
-    mine = range(count * part // parts, count * (part + 1) // parts)
-    workers = Workers(threads, name="safeload-chunk")
-    try:
-        futures = [workers.submit(_share_agrees, fd, chunks, mine[start::threads]) for start in range(threads)]
-        return all(future.result() for future in futures)
-    finally:
-        workers.close()
-
-
-def _share_agrees(fd: int, chunks: ChunkList, numbers: Sequence[int]) -> bool:
-    buffer = memoryview(bytearray(min(chunks.chunk_bytes, _READ_BYTES)))
     make = _hasher_of(chunks.algorithm)
-    for number in numbers:
-        begin = number * chunks.chunk_bytes
-        end = min(begin + chunks.chunk_bytes, chunks.size_bytes)
-        if make is None or _hash_piece(fd, make(), buffer, begin, end) != chunks.digests[number]:
-            return False
-    return True
+    begin = number * chunks.chunk_bytes
+    end = min(begin + chunks.chunk_bytes, chunks.size_bytes)
+    if make is None or (end == chunks.size_bytes and os.fstat(fd).st_size != end):
+        return False
+    return _hash_piece(fd, make(), begin, end) == chunks.digests[number]
 
 
-def _hash_piece(fd: int, hasher: Any, buffer: memoryview, begin: int, end: int) -> str:
+def _hash_piece(fd: int, hasher: Any, begin: int, end: int) -> str:
+    buffer = memoryview(bytearray(min(_READ_BYTES, end - begin)))
     while begin < end:
         count = os.preadv(fd, [buffer[: end - begin]], begin)
         if not count:

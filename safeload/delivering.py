@@ -20,7 +20,6 @@ from torch import nn
 
 from safeload.broadcasting import Piece, broadcast, payload_device
 from safeload.building import build_peer
-from safeload.chunking import ChunkList
 from safeload.crowding import device_unit, warn_of_shared_device
 from safeload.errors import SafeLoadError
 from safeload.group import Group
@@ -46,14 +45,13 @@ class Letter:
     recipe: Recipe
     load_plan: LoadPlan
     layout: Layout | None
-    known: tuple[ChunkList | None, ...] = ()
+    uses_chunks: bool = False
 
     def to_json(self) -> bytes:
         """Return the record as JSON bytes."""
         layout = None if self.layout is None else self.layout.to_fields()
         parts = {"recipe": self.recipe.to_json().decode(), "plan": self.load_plan.to_json().decode()}
-        known = [chunks.to_fields() for chunks in self.known if chunks is not None]
-        return json.dumps({**parts, "layout": layout, "known": known}).encode()
+        return json.dumps({**parts, "layout": layout, "uses_chunks": self.uses_chunks}).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Letter:
@@ -63,7 +61,7 @@ class Letter:
             recipe=Recipe.from_json(fields["recipe"]),
             load_plan=LoadPlan.from_json(fields["plan"]),
             layout=None if fields["layout"] is None else Layout.from_fields(fields["layout"]),
-            known=tuple(map(ChunkList.from_fields, fields["known"])),
+            uses_chunks=fields["uses_chunks"],
         )
 
 
@@ -85,7 +83,7 @@ class Filled:
     load_plan: LoadPlan
     choice: Choice
     blocks: Blocks | None
-    known: tuple[ChunkList | None, ...] = ()
+    uses_chunks: bool = False
 
 
 def deliver(call: Call, sourced: Sourced | None) -> Filled:
@@ -118,7 +116,7 @@ def deliver(call: Call, sourced: Sourced | None) -> Filled:
                 blocks = _share_between_nodes(call, letter, choice, blocks, sourced)
         return _place_shared(call, module, letter, choice, blocks)
     own = sourced.blocks if sourced is not None and device == _CPU else None
-    filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=own)
+    filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=own, uses_chunks=letter.uses_chunks)
     _broadcast(call, filled, device, sourced)
     return filled
 
@@ -128,8 +126,9 @@ def _place_shared(call: Call, module: nn.Module, letter: Letter, choice: Choice,
         raise AssertionError("sharing was chosen without memory to share")
     with call.clock.stage("place"):
         call.ranks.agree("place", lambda: place(module, letter.load_plan, blocks.map(letter.load_plan), device=_CPU))
-    known = letter.known if len(choice.nodes) == 1 else ()
-    return Filled(module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, known=known)
+    return Filled(
+        module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, uses_chunks=letter.uses_chunks
+    )
 
 
 def _share_between_nodes(
@@ -181,9 +180,7 @@ def _read_letter(ranks: Group, sourced: Sourced | None) -> Letter:
     own = None
     if sourced is not None:
         layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
-        own = Letter(
-            recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, known=sourced.known if layout else ()
-        )
+        own = Letter(recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, uses_chunks=sourced.uses_chunks)
     raw = ranks.send_bytes("plan", own.to_json() if own else None)
     return ranks.agree("plan", lambda: own or Letter.from_json(raw))
 

@@ -259,6 +259,7 @@ class Filling:
             end: In the file.
             check: Called now and then; what it raises ends the wait.
         """
+        self.start()
         target = self._targets[number]
         with target.news:
             while not target.is_ready(end) and not self._futures[number].done():

@@ -27,13 +27,15 @@ from safeload.casting import install_boundary_casts, install_boundary_errors
 from safeload.delivering import Call, Filled, deliver
 from safeload.errors import ProtectionError
 from safeload.group import Group, join_group
+from safeload.opening import Opened, open_source
 from safeload.placing import tensors_of
 from safeload.promising import Promise
 from safeload.protecting import protect, tower_state
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
 from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
-from safeload.sourcing import Sourced, compare_chunks, source_tower
+from safeload.sourcing import Sourced, source_tower
+from safeload.splitting import Split, split_chunks
 from safeload.verifying import expect
 from safeload.waiting import run_beside
 
@@ -181,28 +183,22 @@ def safe_from_pretrained(
         call = Call(request=request, ranks=ranks, clock=StageClock(), kept=kept)
         ranks.start(request.statement())
         ranks.agree("arguments", request.check)
-        sourced = _load_on_source(call)
+        opened = _open_on_source(call)
+        split = _split_chunks(call, opened)
+        sourced = _build_on_source(call, opened)
+        if split is not None:
+            split.begin()
         filled = deliver(call, sourced)
         meter.end()  # everything is in place: while the verdict is waited for
         if request.verdict == "first_use":
             return _return_early(call, filled, sourced, meter)
         with call.clock.stage("verify"):
-            agree = _compare_chunks(ranks, filled)
+            agree = split.agrees(ranks) if split is not None and filled.uses_chunks else None
             ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
         if ranks.is_source:
             _LOG.info("%s", report)
         return ranks.agree("protect", lambda: _protect(filled, request, report))
-
-
-def _compare_chunks(ranks: Group, filled: Filled) -> bool | None:
-    """Split the known chunks among the node's ranks; None where there are none, or they are not shared."""
-    if not filled.known or filled.blocks is None:
-        return None
-    fds = filled.blocks.fds[: len(filled.known)]
-    compare = functools.partial(compare_chunks, part=ranks.rank, parts=ranks.size, check=ranks.check)
-    agree = ranks.agree("chunks", lambda: compare(fds, filled.known))
-    return all(said == b"+" for said in ranks.gather_bytes("chunks", b"+" if agree else b"-"))
 
 
 def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
@@ -287,8 +283,8 @@ def load_report(tower: nn.Module) -> LoadReport:
     return report
 
 
-def _load_on_source(call: Call) -> Sourced | None:
-    """Run every stage that touches the checkpoint; the other ranks wait and learn of a failure."""
+def _open_on_source(call: Call) -> Opened | None:
+    """Run every stage that looks for the checkpoint; the other ranks wait and learn of a failure."""
     request, ranks = call.request, call.ranks
 
     def step(stage: str, run: Callable[[], Any]) -> Any:
@@ -317,11 +313,27 @@ def _load_on_source(call: Call) -> Sourced | None:
             strict_folder=request.strict_folder,
         ),
     )
-    shares = ranks.size > 1 and request.transport != "broadcast"
-    sourced: Sourced | None = step(
-        "build", lambda: source_tower(request, checkpoint, manifest, shares=shares, kept=call.kept, check=ranks.check)
+    opened: Opened | None = step(
+        "build", lambda: open_source(request, checkpoint, manifest, kept=call.kept, check=ranks.check)
     )
-    return sourced
+    return opened
+
+
+def _shares(call: Call) -> bool:
+    return call.ranks.size > 1 and call.request.transport != "broadcast"
+
+
+def _split_chunks(call: Call, opened: Opened | None) -> Split | None:
+    """Begin to compare known chunks, where the ranks wait for the verdict and may share the files."""
+    if not _shares(call) or call.request.memory != "mapped" or call.request.verdict != "load":
+        return None
+    with call.clock.stage("share"):
+        return split_chunks(call.ranks, opened, call.kept)
+
+
+def _build_on_source(call: Call, opened: Opened | None) -> Sourced | None:
+    with call.clock.stage("build"):
+        return call.ranks.on_source("build", lambda: source_tower(opened, shares=_shares(call)) if opened else None)
 
 
 def _own_report(

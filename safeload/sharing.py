@@ -108,12 +108,13 @@ class Blocks:
             os.close(fd)
 
 
-def offer(fds: Sequence[int], kept: ExitStack) -> tuple[str, str]:
+def offer(fds: Sequence[int], kept: ExitStack, *, also: Sequence[int] = ()) -> tuple[str, str]:
     """Offer blocks to the other ranks of this node, read-only, until `kept` ends.
 
     Args:
         fds: One a block; must stay open as long.
         kept: Ends with the load.
+        also: Descriptors to be offered as they are, behind the blocks.
 
     Returns:
         The node's key and the address; two empty texts where nothing can be shared on this system.
@@ -125,7 +126,7 @@ def offer(fds: Sequence[int], kept: ExitStack) -> tuple[str, str]:
     read_only = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) for fd in fds]
     for fd in read_only:
         kept.callback(os.close, fd)
-    return node_key(), kept.enter_context(Offer(read_only)).address
+    return node_key(), kept.enter_context(Offer((*read_only, *also))).address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,68 +1,58 @@
-"""Everything that touches the checkpoint, on the source rank: open, read and hash, build, plan, verify.
+"""Bring the tower about on the source rank: read and hash, build, plan, verify.
 
-Receives a `Request`; gives a `Sourced`: the module and its plan as soon as they are known, while the weights are still
-being read behind them, and the verdict at the end (`finish`). Where the tower's library cannot do without the weights
-until then, they are read first: same results, later.
-
-Small files (configuration, index, code) are verified before any library sees them.
+Receives an `Opened` checkpoint; gives a `Sourced`: the module and its plan as soon as they are known, while the weights
+are still being read behind them, and the verdict at the end (`finish`). Where the tower's library cannot do without the
+weights until then, they are read first: same results, later.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from safeload.building import build_source
-from safeload.chunking import ChunkList, agrees, find, leave
+from safeload.chunking import leave
 from safeload.deferring import Built, build_on, build_while_reading
-from safeload.errors import CheckpointError, SafeLoadError
+from safeload.errors import CheckpointError
 from safeload.examining import Contents, examine
-from safeload.filling import Filling
 from safeload.fitting import check_kinds
 from safeload.mapping import can_map
+from safeload.matching import all_agree
+from safeload.opening import Opened, cores_here, expected_sha256
 from safeload.planning import LoadPlan, segment_views
 from safeload.recipes import Recipe, recipe_of
-from safeload.reporting import progress_bar
 from safeload.requesting import Request, floating_dtype
-from safeload.resolving import Checkpoint
-from safeload.sealing import OnBytes, OpenedCheckpoint, SealedCheckpoint, open_checkpoint, open_folder
+from safeload.sealing import SealedCheckpoint, open_folder
 from safeload.sharing import Blocks, Layout, offer
 from safeload.staging import stage
-from safeload.verifying import Manifest, Verification, verify
-from safeload.waiting import Check, run_beside
+from safeload.verifying import Verification, verify
+from safeload.waiting import Check
 
-__all__ = ["Sourced", "compare_chunks", "source_tower"]
-
-_TURN_S: Final = 0.0005  # a chunk is read, hashed and written in some milliseconds, between two waits for a turn
+__all__ = ["Sourced", "source_tower"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Sourced:
     """The tower on the source rank, whose weights may still be on their way.
 
-    `blocks` is what other ranks of the node may map; None where this system or this load has nothing to map. `known`
-    are the digests of the weight files' chunks where an earlier load has left them: then nothing is being read.
+    `blocks` is what other ranks of the node may map; None where this system or this load has nothing to map. `pending`
+    says that the verdict is still out. `uses_chunks` says that no file is read: their chunks are compared with digests
+    that an earlier load has left.
     """
 
-    request: Request
-    manifest: Manifest
+    opened: Opened
     built: Built
     seen: SealedCheckpoint
     blocks: Blocks | None
-    filling: Filling | None
+    pending: bool
     recipe: Recipe
     verification: Verification | None
     kept: ExitStack
-    check: Check
-    known: tuple[ChunkList, ...] = ()
+    uses_chunks: bool
 
     @property
     def module(self) -> nn.Module:
@@ -82,13 +72,13 @@ class Sourced:
 
     def wait_for(self, segment: int, stop: int, check: Check) -> None:
         """Wait until the bytes of a segment are there, up to `stop`."""
-        if self.filling is not None and not self.known:  # with known chunks the files themselves are used, unread
+        if self.pending and not self.uses_chunks:
             found = self.built.comes_from[segment]
             if found is not None:
                 number, begin, end = found
                 whole = self.load_plan.segments[segment].size_bytes
                 with stage("seal"):
-                    self.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
+                    self.opened.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
 
     def finish(self, *, chunks_agree: bool | None = None) -> None:
         """Wait until all is read, and compare it with what it should be.
@@ -101,17 +91,20 @@ class Sourced:
             IntegrityError: The bytes are not the expected ones. `UnverifiedError` where there is no expected digest.
             CheckpointError: The files contradict each other.
         """
-        if self.filling is not None:
-            filling, self.filling = self.filling, None
-            if self.known and chunks_agree is None:
-                chunks_agree = compare_chunks(filling.memory_fds, self.known, part=0, parts=1, check=self.check)
-            accepted = filling.accept(_expected(self.manifest, self.seen)) if self.known and chunks_agree else None
-            self.seen, self.verification = _read(
-                filling, self.manifest, self.request, self.kept, check=self.check, accepted=accepted
-            )
+        if self.pending:
+            self.pending = False
+            accepted = self._accept(chunks_agree) if self.uses_chunks else None
+            self.seen, self.verification = _read(self.opened, self.kept, accepted=accepted)
             with stage("examine"):
                 examine(self.seen)
         self.built.freeze()
+
+    def _accept(self, chunks_agree: bool | None) -> SealedCheckpoint | None:
+        opened = self.opened
+        if chunks_agree is None:
+            fds, threads = opened.filling.memory_fds, cores_here()
+            chunks_agree = all_agree(fds, opened.known, threads=threads, check=opened.check)
+        return opened.filling.accept(expected_sha256(opened.manifest, self.seen)) if chunks_agree else None
 
     def facts(self) -> dict[str, Any]:
         """Return what the report says of the checkpoint; `verified_facts` come with the verdict."""
@@ -119,7 +112,7 @@ class Sourced:
             "tower": type(self.module).__name__,
             "repo_id": self.seen.checkpoint.repo_id,
             "commit": self.seen.checkpoint.commit,
-            "memory": self.request.memory if can_map() else "private",
+            "memory": self.opened.request.memory if can_map() else "private",
         }
 
     def verified_facts(self) -> dict[str, Any]:
@@ -127,32 +120,20 @@ class Sourced:
         if self.verification is None:
             raise AssertionError("asked for before the verdict")
         return {
-            "verdict": self.request.verdict,
+            "verdict": self.opened.request.verdict,
             "digest": self.verification.digest,
-            "provenance": "off" if self.request.verify == "off" else self.verification.provenance,
+            "provenance": "off" if self.opened.request.verify == "off" else self.verification.provenance,
             "provenance_detail": self.verification.source,
             "files": {file.name: file.digests["sha256"] for file in self.seen.files},
         }
 
 
-def source_tower(
-    request: Request,
-    checkpoint: Checkpoint,
-    manifest: Manifest,
-    *,
-    shares: bool,
-    kept: ExitStack,
-    check: Check,
-) -> Sourced:
-    """Open the checkpoint, begin to read it, and build the tower.
+def source_tower(opened: Opened, *, shares: bool) -> Sourced:
+    """Begin to read the weights, and build the tower.
 
     Args:
-        request: What the caller asked for.
-        checkpoint: What is needed.
-        manifest: What it should be.
+        opened: The checkpoint.
         shares: Whether other ranks of this node may map the memory.
-        kept: Ends with the load: descriptors and threads go with it.
-        check: Called now and then; what it raises ends the reading, also where a read never returns.
 
     Returns:
         The tower. Where it was built while the weights are still being read, `finish` brings the verdict.
@@ -162,67 +143,39 @@ def source_tower(
 
     Ranks: source only.
     """
-    kept.enter_context(_sharing_the_interpreter())
-    show = kept.enter_context(progress_bar(request.progress, f"{request.origin}: read and verify"))
-
-    def on_bytes(done_bytes: int, total_bytes: int) -> None:
-        check("")  # no use in reading on for a group that has failed
-        if show is not None:
-            show(done_bytes, total_bytes)
-
-    def open_all() -> tuple[Filling, ExitStack]:
-        with ExitStack() as owned:
-            opened = owned.enter_context(open_checkpoint(checkpoint, manifest, memory=request.memory))
-            return owned.enter_context(_open_filling(opened, on_bytes, chunks=chunks)), owned.pop_all()
-
-    chunks = _uses_chunks(request, manifest)
-    with stage("seal"):
-        filling, owned = run_beside(
-            open_all, check=check, doing=f"{checkpoint.folder} is opened", undo=lambda late: late[1].close()
-        )
-        kept.push(owned)
-    known = _known(request, manifest, filling) if chunks else ()
-    built, seen, verification = _build_early(request, filling, reads=not known), filling.seen, None
+    request, filling = opened.request, opened.filling
+    built, seen, verification = _build_early(opened), filling.seen, None
     is_early = built is not None
     if built is None:
-        seen, verification = _read(filling, manifest, request, kept, check=check)
+        seen, verification = _read(opened, opened.kept)
         with stage("examine"):
             contents = examine(seen)
         with stage("build"):
             built = build_on(lambda sealed: _build(request, sealed, contents), seen, shares=shares and can_map())
     if built.arena is not None:
-        kept.callback(built.arena.close)
+        opened.kept.callback(built.arena.close)
     sourced = Sourced(
-        request=request,
-        manifest=manifest,
+        opened=opened,
         built=built,
         seen=seen,
         blocks=None,
-        filling=filling if is_early else None,
+        pending=is_early,
         recipe=_recipe(request, built, seen),
         verification=verification,
-        kept=kept,
-        check=check,
-        known=known if is_early else (),
+        kept=opened.kept,
+        uses_chunks=is_early and bool(opened.known),
     )
     with stage("share"):
         sourced.blocks = _blocks(sourced, shares=shares)
     return sourced
 
 
-def _open_filling(opened: OpenedCheckpoint, on_bytes: OnBytes, *, chunks: bool) -> Filling:
-    """Prepare to read the weights, with their headers to be looked at first where they have any."""
-    if can_map() and not opened.source.checkpoint.pickled:
-        with contextlib.suppress(SafeLoadError):  # a bad header is told later, unless the digest says what is wrong
-            return Filling(opened, on_bytes=on_bytes, headers=True, chunks=chunks)
-    return Filling(opened, on_bytes=on_bytes, headers=False, chunks=chunks)
-
-
-def _build_early(request: Request, filling: Filling, *, reads: bool) -> Built | None:
+def _build_early(opened: Opened) -> Built | None:
     """Build while the weights are being read; None where they are needed for it, or something is wrong."""
+    filling, dtype = opened.filling, floating_dtype(opened.request.dtype)
     if not filling.headers:
         return None
-    dtype = floating_dtype(request.dtype)
+    reads = opened.request.verdict == "load" and not opened.known  # else when the tower has been returned
     if dtype is None and reads:
         filling.start()
     try:
@@ -231,98 +184,29 @@ def _build_early(request: Request, filling: Filling, *, reads: bool) -> Built | 
     except CheckpointError:
         return None
     built = build_while_reading(
-        lambda seen: _build(request, seen, contents), filling, contents, casts=dtype is not None
+        lambda seen: _build(opened.request, seen, contents), filling, contents, casts=dtype is not None
     )
     if reads:
         filling.start()
     return built
 
 
-@contextlib.contextmanager
-def _sharing_the_interpreter() -> Iterator[None]:
-    """Let the threads that read and hash have their turn at the interpreter more often than every 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _TURN_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 def _read(
-    filling: Filling,
-    manifest: Manifest,
-    request: Request,
-    kept: ExitStack,
-    *,
-    check: Check,
-    accepted: SealedCheckpoint | None = None,
+    opened: Opened, kept: ExitStack, *, accepted: SealedCheckpoint | None = None
 ) -> tuple[SealedCheckpoint, Verification]:
+    """Read all that is not accepted as it is, and compare it with what it should be."""
+    filling = opened.filling
     with stage("seal"):
-        sealed = filling.finish(check) if accepted is None else accepted
+        sealed = filling.finish(opened.check) if accepted is None else accepted
         kept.callback(sealed.close)
     with stage("verify"):
-        verification = verify(manifest, sealed.digests, mode=request.verify)
+        verification = verify(opened.manifest, sealed.digests, mode=opened.request.verify)
     if accepted is not None:
         return sealed, replace(verification, source=f"{verification.source}; compared by the digests of chunks")
     for name, chunks in filling.chunk_lists.items():
         if name in verification.checked:
             leave(sealed.file(name).sha256, chunks)
     return sealed, verification
-
-
-def _expected(manifest: Manifest, seen: SealedCheckpoint) -> tuple[str, ...]:
-    """Return the expected sha256 of each weight file that has one."""
-    entries = (manifest.entries.get(file.name) for file in seen.weight_files)
-    return tuple(entry.hex for entry in entries if entry is not None and entry.algorithm == "sha256")
-
-
-def _uses_chunks(request: Request, manifest: Manifest) -> bool:
-    """Whether digests of chunks may be used and left: where the files themselves are mapped, and nobody pinned them."""
-    if request.memory != "mapped" or request.chunk_digests is False:
-        return False
-    return request.chunk_digests is True or manifest.provenance != "pinned"
-
-
-def _known(request: Request, manifest: Manifest, filling: Filling) -> tuple[ChunkList, ...]:
-    """Return the digests of all weight files' chunks that an earlier load has left; none where one is missing."""
-    files = filling.seen.weight_files
-    expected = _expected(manifest, filling.seen)
-    if not filling.headers or len(expected) != len(files) or floating_dtype(request.dtype) is not None:
-        return ()  # a cast goes through every byte anyway
-    found = [find(digest, size_bytes=file.size_bytes) for digest, file in zip(expected, files, strict=True)]
-    return () if None in found else tuple(each for each in found if each is not None)
-
-
-def compare_chunks(
-    fds: Sequence[int], known: Sequence[ChunkList | None], *, part: int, parts: int, check: Check
-) -> bool:
-    """Compare this rank's part of the weight files' chunks with the known ones.
-
-    Args:
-        fds: The weight files.
-        known: Their chunks; None for a list that this rank cannot use, as where blake3 is not installed.
-        part: This rank's place among those that share the work.
-        parts: How many they are.
-        check: Called now and then; what it raises ends the wait.
-
-    Ranks: local.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // parts)
-    own = [os.dup(fd) for fd in fds]  # for a thread that may be left behind
-
-    def compare() -> bool:
-        try:
-            return all(
-                chunks is not None and agrees(fd, chunks, part=part, parts=parts, threads=threads)
-                for fd, chunks in zip(own, known, strict=True)
-            )
-        finally:
-            for fd in own:
-                os.close(fd)
-
-    return run_beside(compare, check=check, doing="the weight files are compared by their chunks")
 
 
 def _build(request: Request, seen: SealedCheckpoint, contents: Contents) -> nn.Module:
@@ -355,7 +239,7 @@ def _blocks(sourced: Sourced, *, shares: bool) -> Blocks | None:
     files = sourced.seen.weight_files
     fds = (*(file.fd for file in files), built.arena.fd)
     node, address = offer(fds, sourced.kept) if shares else ("", "")
-    sealed = sourced.request.memory == "sealed"
+    sealed = sourced.opened.request.memory == "sealed"
     layout = Layout(
         sizes=(*(file.size_bytes for file in files), built.arena.used_bytes),
         sealed=(*(sealed for _ in files), True),
