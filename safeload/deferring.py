@@ -92,10 +92,14 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.looked = False
         self.cast: list[torch.UntypedStorage] = []  # keeps their mapping, so that the kernel can be asked about it
         self.casts: list[list[Cast]] = [[] for _ in fds]
+        self._views: dict[Any, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if _is_view(func) or _is_safetensors_probe(func, args):
+        is_view = self._views.get(func)
+        if is_view is None:
+            is_view = self._views[func] = _is_view(func)
+        if is_view or _is_safetensors_probe(func, args):
             return func(*args, **given)
         if func is torch.ops.aten._to_copy.default and _is_plain_cast(args[0], given):
             later = self._defer(args[0], given["dtype"])

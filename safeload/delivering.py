@@ -32,6 +32,7 @@ from safeload.requesting import Request
 from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
 from safeload.sourcing import Sourced
 from safeload.staging import stage
+from safeload.touching import Touching
 
 __all__ = ["Call", "Filled", "Letter", "deliver"]
 
@@ -103,10 +104,10 @@ def deliver(call: Call, sourced: Sourced | None) -> Filled:
     """
     request, ranks, clock = call.request, call.ranks, call.clock
     with clock.stage("plan"):
-        letter = _read_letter(ranks, sourced)
+        written = _letter(sourced) if sourced else None
+        raw = ranks.send_bytes("plan", written.to_json() if written else None)
     with clock.stage("build"):
-        device = ranks.agree("device", lambda: _device(request.device))
-        module = ranks.agree("build", lambda: sourced.module if sourced else _build_peer(request, letter))
+        letter, device, module = ranks.agree("build", lambda: _prepare(request, written, raw, sourced))
     with clock.stage("share"):
         blocks, choice = _take_over(call, letter, device, sourced)
     load_plan = letter.load_plan
@@ -124,11 +125,18 @@ def deliver(call: Call, sourced: Sourced | None) -> Filled:
 def _place_shared(call: Call, module: nn.Module, letter: Letter, choice: Choice, blocks: Blocks | None) -> Filled:
     if blocks is None:
         raise AssertionError("sharing was chosen without memory to share")
+    load_plan = letter.load_plan
+
+    def map_and_place() -> tuple[torch.Tensor, ...]:
+        segments = blocks.map(load_plan)
+        place(module, load_plan, segments, device=_CPU)
+        return segments
+
     with call.clock.stage("place"):
-        call.ranks.agree("place", lambda: place(module, letter.load_plan, blocks.map(letter.load_plan), device=_CPU))
-    return Filled(
-        module=module, load_plan=letter.load_plan, choice=choice, blocks=blocks, uses_chunks=letter.uses_chunks
-    )
+        segments = call.ranks.agree("place", map_and_place)
+    if call.request.verdict == "load":  # else nothing is waited for
+        call.kept.enter_context(Touching(segments, functools.partial(blocks.is_there, load_plan)))
+    return Filled(module=module, load_plan=load_plan, choice=choice, blocks=blocks, uses_chunks=letter.uses_chunks)
 
 
 def _share_between_nodes(
@@ -176,13 +184,20 @@ def _wait_for_piece(sourced: Sourced | None, ranks: Group, piece: Piece) -> None
         sourced.wait_for(piece.segment, piece.stop, ranks.check)
 
 
-def _read_letter(ranks: Group, sourced: Sourced | None) -> Letter:
-    own = None
-    if sourced is not None:
-        layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
-        own = Letter(recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, uses_chunks=sourced.uses_chunks)
-    raw = ranks.send_bytes("plan", own.to_json() if own else None)
-    return ranks.agree("plan", lambda: own or Letter.from_json(raw))
+def _letter(sourced: Sourced) -> Letter:
+    layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
+    return Letter(recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, uses_chunks=sourced.uses_chunks)
+
+
+def _prepare(
+    request: Request, own: Letter | None, raw: bytes, sourced: Sourced | None
+) -> tuple[Letter, torch.device, nn.Module]:
+    """Read the source's letter, find this rank's device, and construct the tower there where it is not yet."""
+    with stage("plan"):
+        letter = own or Letter.from_json(raw)
+    with stage("device"):
+        device = _device(request.device)
+    return letter, device, sourced.module if sourced else _build_peer(request, letter)
 
 
 def _take_over(

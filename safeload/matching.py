@@ -82,10 +82,7 @@ class Matching:
             check: Asked now and then; what it raises ends the wait.
 
         Returns:
-            How many chunks were compared here and agree; None where one does not.
-
-        Raises:
-            OSError: A file cannot be read.
+            How many chunks were compared here and agree; None where one does not, or cannot be read.
         """
         counts = [
             wait_for(future, check=check, doing=lambda: "the weight files are compared by their chunks")
@@ -105,7 +102,7 @@ class Matching:
         while not self._stopped and (ticket := os.read(self._tickets, _TICKET.size)):
             (first,) = _TICKET.unpack(ticket)
             for number in range(first, min(first + _chunks_per_ticket(total), total)):
-                if not self._agrees(number):
+                if self._stopped or not self._agrees(number):
                     self._stopped = True
                     return None
                 agreed += 1
@@ -114,7 +111,10 @@ class Matching:
     def _agrees(self, number: int) -> bool:
         for fd, chunks in zip(self._fds, self._known, strict=True):
             if number < len(chunks.digests):
-                return chunk_agrees(fd, chunks, number)
+                try:
+                    return chunk_agrees(fd, chunks, number)
+                except OSError:  # told by the pass over the whole file, which follows
+                    return False
             number -= len(chunks.digests)
         raise AssertionError("a ticket for a chunk that there is not")
 
@@ -127,9 +127,6 @@ def all_agree(fds: Sequence[int], known: Sequence[ChunkList], *, threads: int, c
         known: Their digests.
         threads: How many to use.
         check: Asked now and then; what it raises ends the wait.
-
-    Raises:
-        OSError: A file cannot be read.
     """
     with ExitStack() as kept:
         matching = Matching(fds, known, issue_tickets(chunk_count(known), kept), threads=threads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -139,13 +140,9 @@ def tensors_of(
     return {spec.name: _tensor(spec, segments, device) for spec in load_plan.tensors}
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf
-
-
-def _put(module: nn.Module, spec: TensorSpec, value: torch.Tensor) -> None:
-    owner, leaf = _owner(module, spec.name)
+def _put(owners: Mapping[str, nn.Module], spec: TensorSpec, value: torch.Tensor) -> None:
+    path, _, leaf = spec.name.rpartition(".")
+    owner = owners[path]
     if spec.kind == "parameter":
         owner._parameters[leaf] = value  # type: ignore[assignment]
     elif spec.kind == "buffer":
@@ -184,13 +181,14 @@ def place(
     Ranks: every rank that receives; on the source too where the tower moves to another device.
     """
     ours = {item.name: item.tensor for item in named_tensors(module)}
+    owners = dict(module.named_modules(remove_duplicate=False))
     made: dict[str, torch.Tensor] = {}
     for spec in load_plan.tensors:
         if spec.same_as is None:
             made[spec.name] = _as_kind(spec, _tensor(spec, segments, device), ours[spec.name])
         else:
             made[spec.name] = made[spec.same_as]
-        _put(module, spec, made[spec.name])
+        _put(owners, spec, made[spec.name])
     meta = sorted(item.name for item in named_tensors(module) if item.tensor.is_meta)
     if meta:
         raise CheckpointError(f"still on the meta device after the load: {', '.join(meta)}", missing=meta)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from safeload.errors import CheckpointError
 __all__ = ["LoadPlan", "NamedTensor", "Segment", "TensorSpec", "named_tensors", "plan", "reorder", "segment_views"]
 
 Kind = Literal["parameter", "buffer", "attribute"]
-_PLAN_FORMAT: Final = 1
+_PLAN_FORMAT: Final = 2
 _PLAIN_TYPES: Final = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
 
 
@@ -75,6 +76,9 @@ class TensorSpec:
         return dtype
 
 
+_SPEC_FIELDS: Final = tuple(field.name for field in fields_of(TensorSpec))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A run of bytes that is sent once."""
@@ -101,7 +105,9 @@ class LoadPlan:
 
     def to_json(self) -> bytes:
         """Return the plan as JSON bytes."""
-        return json.dumps({"format": _PLAN_FORMAT, **asdict(self)}, separators=(",", ":")).encode()
+        rows = [[getattr(spec, name) for name in _SPEC_FIELDS] for spec in self.tensors]
+        sizes = [segment.size_bytes for segment in self.segments]
+        return json.dumps({"format": _PLAN_FORMAT, "tensors": rows, "segments": sizes}, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> LoadPlan:
@@ -117,13 +123,17 @@ class LoadPlan:
                     f"the source rank sent a plan of format {fields['format']}, this rank reads {_PLAN_FORMAT}: "
                     "install the same version of safeload on every rank"
                 )
-            tensors = tuple(
-                TensorSpec(**{**spec, "shape": tuple(spec["shape"]), "strides": tuple(spec["strides"])})
-                for spec in fields["tensors"]
+            return cls(
+                tensors=tuple(map(_spec_of, fields["tensors"])),
+                segments=tuple(Segment(size_bytes=size_bytes) for size_bytes in fields["segments"]),
             )
-            return cls(tensors=tensors, segments=tuple(Segment(**segment) for segment in fields["segments"]))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"the plan that the source rank sent cannot be read: {error!r}") from error
+
+
+def _spec_of(row: Sequence[Any]) -> TensorSpec:
+    named = dict(zip(_SPEC_FIELDS, row, strict=True))
+    return TensorSpec(**named | {"shape": tuple(named["shape"]), "strides": tuple(named["strides"])})
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor, bool]]:

@@ -50,12 +50,14 @@ class Layout:
 
     def to_fields(self) -> dict[str, Any]:
         """Return the record as JSON values."""
-        return asdict(self)
+        places = [(place.block, place.offset_bytes) for place in self.places]
+        fields = {"sizes": self.sizes, "sealed": self.sealed, "node": self.node, "address": self.address}
+        return {**fields, "places": places}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Layout:
         """Read what `to_fields` gave on another rank."""
-        places = tuple(Place(**place) for place in fields["places"])
+        places = tuple(Place(block=block, offset_bytes=offset_bytes) for block, offset_bytes in fields["places"])
         return cls(
             sizes=tuple(fields["sizes"]),
             sealed=tuple(fields["sealed"]),
@@ -75,6 +77,7 @@ class Blocks:
 
     def __init__(self, fds: Sequence[int], layout: Layout) -> None:
         self.fds, self.layout = tuple(fds), layout
+        self._filled = [(0, 0)] * len(self.fds)  # by block: the run of bytes that was last seen to be written
 
     def map(self, load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
         """Map the blocks privately and return the segments of the plan.
@@ -91,6 +94,32 @@ class Blocks:
             view(mappings[place.block], place.offset_bytes, segment.size_bytes)
             for place, segment in zip(self.layout.places, load_plan.segments, strict=True)
         )
+
+    def is_there(self, load_plan: LoadPlan, number: int) -> bool:
+        """Say whether the bytes of a segment are in memory: written to it, or read from the disk.
+
+        Args:
+            load_plan: The source's plan.
+            number: Of the segment.
+        """
+        place = self.layout.places[number]
+        fd, end = self.fds[place.block], place.offset_bytes + load_plan.segments[number].size_bytes
+        try:
+            if self.layout.sealed[place.block]:
+                return self._is_written(place, end)
+            return os.preadv(fd, [bytearray(1)], end - 1, os.RWF_NOWAIT) == 1
+        except OSError:  # not in memory, or a file system that does not tell
+            return False
+
+    def _is_written(self, place: Place, end: int) -> bool:
+        """Ask for the end of a run from its last known end on: the kernel looks at every page in between."""
+        begin, edge = self._filled[place.block]
+        if not begin <= place.offset_bytes <= edge:
+            begin = edge = place.offset_bytes
+        if edge < end:
+            edge = os.lseek(self.fds[place.block], edge, os.SEEK_HOLE)  # memory, whose position nobody else uses
+        self._filled[place.block] = begin, edge
+        return edge >= end
 
     def check_sealed(self) -> None:
         """Make sure, after the verdict, that memory which should be sealed is.

@@ -175,9 +175,6 @@ def _build_early(opened: Opened) -> Built | None:
     filling, dtype = opened.filling, floating_dtype(opened.request.dtype)
     if not filling.headers:
         return None
-    reads = opened.request.verdict == "load" and not opened.known  # else when the tower has been returned
-    if dtype is None and reads:
-        filling.start()
     try:
         with stage("examine"):
             contents = examine(filling.seen)
@@ -186,7 +183,7 @@ def _build_early(opened: Opened) -> Built | None:
     built = build_while_reading(
         lambda seen: _build(opened.request, seen, contents), filling, contents, casts=dtype is not None
     )
-    if reads:
+    if opened.request.verdict == "load" and not opened.known:  # else when the tower has been returned
         filling.start()
     return built
 

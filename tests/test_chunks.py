@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from contextlib import ExitStack
 
 import pytest
 
-from safeload import chunking
+from safeload import chunking, matching
 from tests.ranks import run_on_ranks
 from tests.towers import clip_folder
 
@@ -127,21 +129,24 @@ def test_a_file_that_fails_leaves_no_list(tower):
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, chunking.CHUNK_BYTES, chunking.CHUNK_BYTES + 1])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_every_byte_is_in_some_chunk(tmp_path, size_bytes, parts):
+@pytest.mark.parametrize("takers", [1, 3])
+def test_every_byte_is_in_some_chunk(tmp_path, size_bytes, takers):
     data = bytes(range(251)) * (size_bytes // 251 + 1)
     path = tmp_path / "file"
     path.write_bytes(data[:size_bytes])
     hasher = chunking.ChunkHasher()
     for start in range(0, size_bytes, 3_000_000):
         hasher.add(memoryview(data)[start : min(start + 3_000_000, size_bytes)])
-    chunks = hasher.result()
+    known = (hasher.result(),)
 
     def agree():
-        with path.open("rb") as file:
-            return all(
-                chunking.agrees(file.fileno(), chunks, part=part, parts=parts, threads=2) for part in range(parts)
-            )
+        with path.open("rb") as file, ExitStack() as kept:
+            tickets = matching.issue_tickets(matching.chunk_count(known), kept)
+            shares = [matching.Matching([file.fileno()], known, tickets, threads=2) for _ in range(takers)]
+            counts = [share.result(check=never) for share in shares]
+            for share in shares:
+                share.close()
+        return None not in counts and sum(counts) == matching.chunk_count(known)
 
     assert agree()
     for where in {0, size_bytes // 2, size_bytes - 1} if size_bytes else ():
@@ -149,4 +154,64 @@ def test_every_byte_is_in_some_chunk(tmp_path, size_bytes, parts):
         assert not agree()
         _flip(path, where)
     path.write_bytes(data[: size_bytes + 1])
-    assert not agree()
+    assert agree() is (size_bytes == 0)  # a file without chunks has nothing to compare; its size was compared before
+
+
+def never(doing):
+    """Nothing ends the wait."""
+
+
+def known_files(tmp_path, sizes):
+    fds, known = [], []
+    for number, size_bytes in enumerate(sizes):
+        path = tmp_path / f"part-{number}"
+        path.write_bytes(os.urandom(size_bytes))
+        hasher = chunking.ChunkHasher()
+        hasher.add(memoryview(path.read_bytes()))
+        fds.append(os.open(path, os.O_RDONLY))
+        known.append(hasher.result())
+    return fds, known
+
+
+def test_the_chunks_of_several_files_are_split_among_all_takers(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunking, "CHUNK_BYTES", 1 << 20)
+    fds, known = known_files(tmp_path, [3 << 20, 1, (5 << 20) + 7])
+    assert matching.chunk_count(known) == 3 + 1 + 6
+    assert matching.all_agree(fds, known, threads=3, check=never)
+    _flip(tmp_path / "part-1", 0)
+    assert not matching.all_agree(fds, known, threads=3, check=never)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_more_chunks_than_tickets(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunking, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(matching, "_MOST_TICKETS", 4)
+    fds, known = known_files(tmp_path, [(9 << 20) + 5])
+    with ExitStack() as kept:
+        tickets = matching.issue_tickets(10, kept)
+        assert len(os.read(tickets, 1000)) == 4 * 4  # 3 + 3 + 3 + 1
+    assert matching.all_agree(fds, known, threads=2, check=never)
+    _flip(tmp_path / "part-0", (9 << 20) + 4)
+    assert not matching.all_agree(fds, known, threads=2, check=never)
+    os.close(fds[0])
+
+
+def test_a_ticket_that_is_lost_is_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunking, "CHUNK_BYTES", 1 << 20)
+    fds, known = known_files(tmp_path, [4 << 20])
+    with ExitStack() as kept:
+        tickets = matching.issue_tickets(4, kept)
+        os.read(tickets, 4)  # whoever had it is gone
+        share = matching.Matching(fds, known, tickets, threads=1)
+        assert share.result(check=never) == 3
+        share.close()
+    os.close(fds[0])
+
+
+def test_what_cannot_be_read_does_not_agree(tmp_path):
+    fds, known = known_files(tmp_path, [4 << 20])
+    unreadable = os.open(tmp_path / "part-0", os.O_WRONLY)
+    assert not matching.all_agree([unreadable], known, threads=1, check=never)
+    os.close(unreadable)
+    os.close(fds[0])

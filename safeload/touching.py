@@ -1,0 +1,59 @@
+"""Enter the pages of mapped memory into this process's page table while the load waits anyway.
+
+A page that is in memory still costs a fault when a process first looks at it: a tenth of a second a gigabyte, which the
+first forward would pay. Receives segments and who knows whether their bytes are there; looks at one byte in each window
+that the kernel enters together, behind whoever fills the memory and never before it: a page that is not there yet would
+be made, or read from a disk out of turn.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from safeload.mapping import WINDOW_BYTES
+
+__all__ = ["Touching"]
+
+_PAUSE_S: Final = 0.005
+_JOIN_S: Final = 5.0
+
+
+class Touching:
+    """Looks at memory in a thread until all of it was looked at, or its `with` block ends.
+
+    Args:
+        segments: uint8 tensors `[size_bytes]`, views of mapped memory.
+        is_there: Says of a segment, by number, whether its bytes are in memory.
+    """
+
+    def __init__(self, segments: Sequence[torch.Tensor], is_there: Callable[[int], bool]) -> None:
+        self._segments, self._is_there = tuple(segments), is_there
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="safeload-touch", daemon=True)
+
+    def __enter__(self) -> Touching:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop; what was not looked at costs a fault later."""
+        self._stop.set()
+        self._thread.join(timeout=_JOIN_S)
+        self._segments = ()
+
+    def _run(self) -> None:
+        for number, segment in enumerate(self._segments):
+            while not self._is_there(number):
+                if self._stop.wait(_PAUSE_S):
+                    return
+            segment[::WINDOW_BYTES].sum()
+            if self._stop.is_set():
+                return

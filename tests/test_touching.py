@@ -1,0 +1,109 @@
+"""Pages of mapped memory are looked at behind whoever fills it, and never before."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from safeload.deferring import Place
+from safeload.mapping import WINDOW_BYTES, map_private, mapped_now, view
+from safeload.planning import LoadPlan, Segment
+from safeload.sharing import Blocks, Layout
+from safeload.touching import Touching
+
+WINDOWS = 8
+SIZE = WINDOWS * WINDOW_BYTES
+
+
+@pytest.fixture
+def memory():
+    with ExitStack() as stack:
+        fd = os.memfd_create("test")
+        stack.callback(os.close, fd)
+        os.ftruncate(fd, 2 * SIZE)
+        yield fd
+
+
+def until(condition):
+    end = time.monotonic() + 5
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_everything_that_is_there_is_looked_at(memory):
+    os.pwrite(memory, b"x" * SIZE, 0)
+    segment = view(map_private(memory, 2 * SIZE), 0, SIZE)
+    seen = mapped_now([memory])
+    assert not seen.looked_at(0)
+    with Touching([segment], lambda number: True) as touching:
+        assert until(lambda: not touching._thread.is_alive())
+    assert seen.looked_at(0)
+
+
+def test_what_is_not_there_is_waited_for(memory):
+    os.pwrite(memory, b"x" * SIZE, 0)
+    mapping = map_private(memory, 2 * SIZE)
+    segments = [view(mapping, 0, SIZE), view(mapping, SIZE, SIZE)]
+    layout = Layout(
+        sizes=(2 * SIZE,),
+        sealed=(True,),
+        places=(Place(block=0, offset_bytes=0), Place(block=0, offset_bytes=SIZE)),
+        node="",
+        address="",
+    )
+    blocks = Blocks((memory,), layout)
+    plan = LoadPlan(tensors=(), segments=(Segment(size_bytes=SIZE),) * 2)
+    with Touching(segments, lambda number: blocks.is_there(plan, number)) as touching:
+        time.sleep(0.1)
+        assert touching._thread.is_alive()
+        assert os.lseek(memory, 0, os.SEEK_HOLE) == SIZE  # looking at it would have made it
+        os.pwrite(memory, b"y" * SIZE, SIZE)
+        assert until(lambda: not touching._thread.is_alive())
+
+
+def test_bytes_are_there_when_they_are_written_whatever_the_order(memory):
+    page = mmap.PAGESIZE
+    plan = LoadPlan(tensors=(), segments=(Segment(size_bytes=page),) * 3)
+    places = tuple(Place(block=0, offset_bytes=at) for at in (4 * page, 0, page))
+    blocks = Blocks((memory,), Layout(sizes=(2 * SIZE,), sealed=(True,), places=places, node="", address=""))
+
+    def there():
+        return [blocks.is_there(plan, number) for number in range(3)]
+
+    assert there() == [False, False, False]
+    os.pwrite(memory, b"x" * page, 0)
+    assert there() == [False, True, False]
+    os.pwrite(memory, b"x" * page, 4 * page)
+    assert there() == [True, True, False]
+    os.pwrite(memory, b"x" * page, page)
+    assert there() == [True, True, True]
+
+
+def test_a_file_is_there_when_it_has_been_read(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * SIZE)
+    fd = os.open(path, os.O_RDONLY)
+    plan = LoadPlan(tensors=(), segments=(Segment(size_bytes=SIZE),))
+    places = (Place(block=0, offset_bytes=0),)
+    blocks = Blocks((fd,), Layout(sizes=(SIZE,), sealed=(False,), places=places, node="", address=""))
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    cold = blocks.is_there(plan, 0)
+    assert torch.frombuffer(bytearray(os.pread(fd, SIZE, 0)), dtype=torch.uint8).sum() == SIZE * ord("x")
+    warm = blocks.is_there(plan, 0)
+    os.close(fd)
+    assert (cold, warm) in ((False, True), (True, True))  # a file system in memory is never cold
+
+
+def test_it_ends_with_its_block(memory):
+    segment = view(map_private(memory, SIZE), 0, SIZE)
+    with Touching([segment], lambda number: False) as touching:
+        assert touching._thread.is_alive()
+    assert not touching._thread.is_alive()
+    assert not mapped_now([memory]).looked_at(0)
