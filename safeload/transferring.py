@@ -8,6 +8,7 @@ collective that was begun is ended on every rank, so that the process group work
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -28,6 +29,7 @@ __all__ = ["Payload", "Transfers"]
 _WINDOW_BYTES: Final = 64 * 1024**2  # at least, sent for one `go`: the source has all of it when the others go in
 _LONGEST_WINDOW_BYTES: Final = 1024**3  # at most: the others learn of a failure after this much more
 _RANK_WINDOW_BYTES: Final = 1024**2  # more for each rank, as each `go` is asked for by all of them
+_RUNNING: Final = 2  # buckets on their way at a time: half as much time as one after the other, no more memory than two
 _POLL_S: Final = (0.00005, 0.002)  # shortest and longest pause between two looks at a running collective
 
 
@@ -77,8 +79,7 @@ class Transfers:
                 failed = self._get_ready(payload, window) if failed is None else failed
                 if not self._may_go_on(failed):
                     break
-                for index in window:
-                    failed = self._move(payload, index, failed)
+                failed = self._move(payload, window, failed)
         except _StuckError as error:
             failed, stuck = error, True
         statement = statements.payload_bytes(b"")
@@ -103,22 +104,43 @@ class Transfers:
         self._call.go(stop=stop)
         return not stop
 
-    def _move(self, payload: Payload, index: int, failed: Exception | None) -> Exception | None:
-        """Send or receive one bucket. A rank that has failed takes part with scrap, so that no collective is left."""
-        size_bytes = payload.sizes_bytes[index]
-        bucket: torch.Tensor | None = None
-        if failed is None:
-            try:
-                bucket = _checked(payload.fill(index), size_bytes)
-            except Exception as error:
-                failed = self._note(error, payload.stage)
-        self._broadcast(_scrap(size_bytes, payload.device) if bucket is None else bucket)
-        if failed is None and bucket is not None:
-            try:
-                payload.take(index, bucket)
-            except Exception as error:
-                failed = self._note(error, payload.stage)
+    def _move(self, payload: Payload, window: Sequence[int], failed: Exception | None) -> Exception | None:
+        """Send or receive the buckets of a window, the next one on its way while one arrives.
+
+        A rank that has failed takes part with scrap, so that no collective is left.
+        """
+        running: deque[tuple[int, torch.Tensor, Work | None]] = deque()
+
+        def end_first() -> None:
+            nonlocal failed
+            index, bucket, work = running.popleft()
+            self._end(work)
+            failed = self._take(payload, index, bucket) if failed is None else failed
+
+        for index in window:
+            bucket = None
+            if failed is None:
+                bucket, failed = self._fill(payload, index)
+            wire = _scrap(payload.sizes_bytes[index], payload.device) if bucket is None else bucket
+            running.append((index, wire, self._begin(wire)))
+            if len(running) == _RUNNING:
+                end_first()
+        while running:
+            end_first()
         return failed
+
+    def _fill(self, payload: Payload, index: int) -> tuple[torch.Tensor | None, Exception | None]:
+        try:
+            return _checked(payload.fill(index), payload.sizes_bytes[index]), None
+        except Exception as error:
+            return None, self._note(error, payload.stage)
+
+    def _take(self, payload: Payload, index: int, bucket: torch.Tensor) -> Exception | None:
+        try:
+            payload.take(index, bucket)
+        except Exception as error:
+            return self._note(error, payload.stage)
+        return None
 
     def _note(self, error: Exception, stage: str) -> Exception:
         """Let the source know at once, so that it stops before the payload's end."""
@@ -129,10 +151,25 @@ class Transfers:
         who = self._call.seat.identity
         return statements.failure_bytes(statements.describe_failure(error, who=who, stage=stage, stuck=stuck))
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _begin(self, tensor: torch.Tensor) -> Work | None:
+        """Begin a collective. On an accelerator that may block, as NCCL connects to the others in its first ones."""
+        try:
+            if tensor.device.type == "cpu":  # gloo and MPI only queue it
+                return self._members.begin(tensor, self._source_rank)
+            enter = _stream_of(tensor.device)
+
+            def begin() -> Work | None:
+                enter()
+                return self._members.begin(tensor, self._source_rank)
+
+            doing = f"a collective on {tensor.device} begins"
+            return wait_for(self._beginner.submit(begin), check=self._call.check, doing=lambda: doing)
+        except RuntimeError as error:
+            raise _StuckError(f"a transfer broke off: {error}") from error
+
+    def _end(self, work: Work | None) -> None:
         pause_s = _POLL_S[0]
         try:
-            work = self._begin(tensor)
             while work is not None and not work.is_completed():
                 self._call.check()
                 time.sleep(pause_s)
@@ -141,19 +178,6 @@ class Transfers:
                 work.wait()
         except RuntimeError as error:  # what the backends raise when a peer's connection is gone or too slow
             raise _StuckError(f"a transfer broke off: {error}") from error
-
-    def _begin(self, tensor: torch.Tensor) -> Work | None:
-        """Begin a collective. On an accelerator that may block, as NCCL connects to the others in its first ones."""
-        if tensor.device.type == "cpu":  # gloo and MPI only queue it
-            return self._members.begin(tensor, self._source_rank)
-        enter = _stream_of(tensor.device)
-
-        def begin() -> Work | None:
-            enter()
-            return self._members.begin(tensor, self._source_rank)
-
-        doing = f"a collective on {tensor.device} begins"
-        return wait_for(self._beginner.submit(begin), check=self._call.check, doing=lambda: doing)
 
 
 def _stream_of(device: torch.device) -> Callable[[], None]:
