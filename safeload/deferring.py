@@ -35,7 +35,7 @@ from safeload.planning import LoadPlan, plan, reorder, segment_views
 from safeload.sealing import SealedCheckpoint
 from safeload.staging import stage
 
-__all__ = ["Built", "Place", "build_on", "build_while_reading"]
+__all__ = ["Built", "Early", "Place", "build_while_reading", "survey_loaded"]
 
 _SPARE_BYTES: Final = 64 * 1024**2  # for what classes compute themselves: position tables, buffers
 _ONE_THREAD: Final = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers 5 casts in threads, where `_Watching` does not reach
@@ -205,49 +205,87 @@ def _watching(mode: _Watching | None) -> Iterator[None]:
             os.environ[_ONE_THREAD] = before
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Early:
+    """A module that was built while its weights are being read; whether it may stay is still to be found out."""
+
+    module: nn.Module
+    filling: Filling
+    contents: Contents
+    arena: Arena
+    mode: _Watching | None
+
+    def survey(self) -> Built | None:
+        """Find out where all its bytes go to, and whether its library has looked at any before they were there.
+
+        Returns:
+            The tower, whose weights are there when the filling has finished; None where the library looked at weights,
+            so that it has to be run again when all of them are there. Nothing is left of this try then.
+        """
+        fds = self.filling.memory_fds
+        jobs = self.mode.casts if self.mode else [[] for _ in fds]
+        with _given_up_on(self.arena) as tried:
+            load_plan, places = _survey(self.module, fds, self.arena)
+            comes_from = _comes_from(places, load_plan, jobs)
+            if self.mode is not None:
+                _refuse_dependent(load_plan, comes_from)
+                self.mode.refuse_looked(self.filling, self.contents)
+        if tried.failed:
+            return None
+        self.filling.want(_wanted(places, load_plan, jobs, self.filling), self.arena.fd)
+        order = sorted(range(len(places)), key=lambda number: comes_from[number] or (-1, number, 0))
+        return Built(
+            module=self.module,
+            load_plan=reorder(load_plan, order),  # sent as they are read
+            places=tuple(places[number] for number in order),
+            comes_from=tuple(comes_from[number] for number in order),
+            arena=self.arena,
+        )
+
+
+@dataclass(slots=True)
+class _Try:
+    failed: bool = False
+
+
+@contextlib.contextmanager
+def _given_up_on(arena: Arena) -> Iterator[_Try]:
+    """Say that it failed, whatever the library raises: it is told again by the second run, if it is no lack of weights.
+
+    Lack of memory, and what is no error but an exit, are raised.
+    """
+    tried = _Try()
+    try:
+        yield tried
+    except BaseException as error:
+        arena.close()
+        if isinstance(error, MemoryError) or not isinstance(error, Exception):
+            raise
+        tried.failed = True
+
+
 def build_while_reading(
     build: Callable[[SealedCheckpoint], nn.Module], filling: Filling, contents: Contents, *, casts: bool
-) -> Built | None:
+) -> Early | None:
     """Build the tower while its weights are being read, if its library can do without them until then.
 
     Args:
         build: Builds the module from the checkpoint, as far as it is there.
-        filling: The reading; it is told what is wanted.
+        filling: The reading; it is told what is wanted, by `Early.survey`.
         contents: What the headers say.
         casts: Whether a dtype was asked for.
 
     Returns:
-        The tower, whose weights are there when the filling has finished; None where the library looked at weights or
-        failed, so that it has to be run again when all of them are there. Nothing is left of this try then.
+        The module; None where the library failed, so that it has to be run again when all weights are there.
 
     Ranks: source only.
     """
     fds = filling.memory_fds
     arena = Arena(2 * sum(file.size_bytes for file in filling.seen.weight_files) + _SPARE_BYTES)
     mode = _Watching(fds, arena) if casts or filling.copies else None  # a mapped file may be looked at
-    try:
-        with _watching(mode):
-            module = build(filling.seen)
-        jobs = mode.casts if mode else [[] for _ in fds]
-        load_plan, places = _survey(module, fds, arena)
-        comes_from = _comes_from(places, load_plan, jobs)
-        if mode is not None:
-            _refuse_dependent(load_plan, comes_from)
-            mode.refuse_looked(filling, contents)
-    except BaseException as error:  # told again by the second run, if it is not that the weights were missing
-        arena.close()
-        if isinstance(error, MemoryError) or not isinstance(error, Exception):
-            raise
-        return None
-    filling.want(_wanted(places, load_plan, jobs, filling), arena.fd)
-    order = sorted(range(len(places)), key=lambda number: comes_from[number] or (-1, number, 0))
-    return Built(
-        module=module,
-        load_plan=reorder(load_plan, order),  # sent as they are read
-        places=tuple(places[number] for number in order),
-        comes_from=tuple(comes_from[number] for number in order),
-        arena=arena,
-    )
+    with _given_up_on(arena) as tried, _watching(mode):
+        module = build(filling.seen)
+    return None if tried.failed else Early(module=module, filling=filling, contents=contents, arena=arena, mode=mode)
 
 
 def _refuse_dependent(load_plan: LoadPlan, comes_from: Sequence[Any]) -> None:
@@ -261,11 +299,11 @@ def _beginnings(header: Header) -> tuple[int, ...]:
     return tuple(_LENGTH_BYTES + header.header_bytes + tensor.begin for tensor in header.tensors if tensor.size_bytes)
 
 
-def build_on(build: Callable[[SealedCheckpoint], nn.Module], sealed: SealedCheckpoint, *, shares: bool) -> Built:
-    """Build the tower when all its weights are there.
+def survey_loaded(module: nn.Module, sealed: SealedCheckpoint, *, shares: bool) -> Built:
+    """Plan a tower that was built when all its weights were there.
 
     Args:
-        build: Builds the module from the checkpoint.
+        module: The tower.
         sealed: The checkpoint.
         shares: Whether the tensors are to be found in memory that can be shared; what is in no file as it is needed is
             copied into the arena then.
@@ -275,7 +313,6 @@ def build_on(build: Callable[[SealedCheckpoint], nn.Module], sealed: SealedCheck
 
     Ranks: source only.
     """
-    module = build(sealed)
     if not shares:
         with stage("plan"):
             load_plan = plan(module)

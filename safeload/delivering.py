@@ -30,11 +30,11 @@ from safeload.recipes import Recipe
 from safeload.reporting import StageClock
 from safeload.requesting import Request
 from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
-from safeload.sourcing import Sourced
+from safeload.sourcing import Constructed, Sourced, source_tower
 from safeload.staging import stage
 from safeload.touching import Touching
 
-__all__ = ["Call", "Filled", "Letter", "deliver"]
+__all__ = ["Call", "Filled", "Letter", "Prepared", "deliver", "prepare"]
 
 _CPU: Final = torch.device("cpu")
 
@@ -43,7 +43,6 @@ _CPU: Final = torch.device("cpu")
 class Letter:
     """What the source tells the other ranks before the payload: JSON only. `layout` is what it offers to share."""
 
-    recipe: Recipe
     load_plan: LoadPlan
     layout: Layout | None
     uses_chunks: bool = False
@@ -51,15 +50,14 @@ class Letter:
     def to_json(self) -> bytes:
         """Return the record as JSON bytes."""
         layout = None if self.layout is None else self.layout.to_fields()
-        parts = {"recipe": self.recipe.to_json().decode(), "plan": self.load_plan.to_json().decode()}
-        return json.dumps({**parts, "layout": layout, "uses_chunks": self.uses_chunks}).encode()
+        plan = self.load_plan.to_json().decode()
+        return json.dumps({"plan": plan, "layout": layout, "uses_chunks": self.uses_chunks}).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Letter:
         """Read what `to_json` wrote on the source rank."""
         fields = json.loads(raw)
         return cls(
-            recipe=Recipe.from_json(fields["recipe"]),
             load_plan=LoadPlan.from_json(fields["plan"]),
             layout=None if fields["layout"] is None else Layout.from_fields(fields["layout"]),
             uses_chunks=fields["uses_chunks"],
@@ -75,6 +73,11 @@ class Call:
     clock: StageClock
     kept: ExitStack
 
+    @property
+    def shares(self) -> bool:
+        """Whether ranks of one node may be given the same memory."""
+        return self.ranks.size > 1 and self.request.transport != "broadcast"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
@@ -87,12 +90,48 @@ class Filled:
     uses_chunks: bool = False
 
 
-def deliver(call: Call, sourced: Sourced | None) -> Filled:
-    """Construct the tower on the other ranks, move the bytes, put them in place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a rank has before it knows the plan: the module, the device that it will live on, and on the source more."""
+
+    module: nn.Module
+    device: torch.device
+    sourced: Sourced | None
+
+
+def prepare(call: Call, constructed: Constructed | None) -> Prepared:
+    """Construct the tower on the other ranks, while the source finds out what goes where.
 
     Args:
         call: The call.
-        sourced: On the source rank what it has built; None elsewhere.
+        constructed: On the source rank what it has constructed; None elsewhere.
+
+    Raises:
+        SafeLoadError: On every rank, whatever rank it happened on.
+
+    Ranks: every rank, in the same order.
+    """
+    request, ranks = call.request, call.ranks
+    with call.clock.stage("build"):
+        raw = ranks.send_bytes("recipe", constructed.recipe.to_json() if constructed else None)
+
+        def work() -> Prepared:
+            with stage("device"):
+                device = _device(request.device)
+            if constructed is None:
+                return Prepared(module=_build_peer(request, Recipe.from_json(raw)), device=device, sourced=None)
+            sourced = source_tower(constructed, shares=call.shares)
+            return Prepared(module=sourced.module, device=device, sourced=sourced)
+
+        return ranks.agree("build", work)
+
+
+def deliver(call: Call, prepared: Prepared) -> Filled:
+    """Move the bytes to the other ranks, and put them in place.
+
+    Args:
+        call: The call.
+        prepared: What this rank has.
 
     Returns:
         This rank's tower. Its weights may still be on their way where they are shared.
@@ -102,12 +141,9 @@ def deliver(call: Call, sourced: Sourced | None) -> Filled:
 
     Ranks: every rank, in the same order.
     """
-    request, ranks, clock = call.request, call.ranks, call.clock
+    module, device, sourced, clock = prepared.module, prepared.device, prepared.sourced, call.clock
     with clock.stage("plan"):
-        written = _letter(sourced) if sourced else None
-        raw = ranks.send_bytes("plan", written.to_json() if written else None)
-    with clock.stage("build"):
-        letter, device, module = ranks.agree("build", lambda: _prepare(request, written, raw, sourced))
+        letter = _exchange_letter(call.ranks, prepared)
     with clock.stage("share"):
         blocks, choice = _take_over(call, letter, device, sourced)
     load_plan = letter.load_plan
@@ -184,20 +220,22 @@ def _wait_for_piece(sourced: Sourced | None, ranks: Group, piece: Piece) -> None
         sourced.wait_for(piece.segment, piece.stop, ranks.check)
 
 
-def _letter(sourced: Sourced) -> Letter:
-    layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
-    return Letter(recipe=sourced.recipe, load_plan=sourced.load_plan, layout=layout, uses_chunks=sourced.uses_chunks)
+def _exchange_letter(ranks: Group, prepared: Prepared) -> Letter:
+    """Send the source's letter, and compare every other rank's module with the plan in it."""
+    sourced, written = prepared.sourced, None
+    if sourced is not None:
+        layout = sourced.blocks.layout if sourced.blocks and sourced.blocks.layout.address else None
+        written = Letter(load_plan=sourced.load_plan, layout=layout, uses_chunks=sourced.uses_chunks)
+    raw = ranks.send_bytes("plan", written.to_json() if written else None)
 
+    def read() -> Letter:
+        letter = written or Letter.from_json(raw)
+        if sourced is None:
+            with stage("build"):
+                check_module(prepared.module, letter.load_plan)
+        return letter
 
-def _prepare(
-    request: Request, own: Letter | None, raw: bytes, sourced: Sourced | None
-) -> tuple[Letter, torch.device, nn.Module]:
-    """Read the source's letter, find this rank's device, and construct the tower there where it is not yet."""
-    with stage("plan"):
-        letter = own or Letter.from_json(raw)
-    with stage("device"):
-        device = _device(request.device)
-    return letter, device, sourced.module if sourced else _build_peer(request, letter)
+    return ranks.agree("plan", read)
 
 
 def _take_over(
@@ -237,18 +275,16 @@ def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Source
         )
 
 
-def _build_peer(request: Request, letter: Letter) -> nn.Module:
-    with _code_folder(letter.recipe) as folder:
-        module = build_peer(
+def _build_peer(request: Request, recipe: Recipe) -> nn.Module:
+    with _code_folder(recipe) as folder:
+        return build_peer(
             request.model_class,
-            letter.recipe,
+            recipe,
             origin=request.origin,
             config=request.config,
             folder=folder,
             model_kwargs=request.model_kwargs,
         )
-    check_module(module, letter.load_plan)
-    return module
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch import nn
 
 from safeload.ambient import plain_tensors
 from safeload.casting import install_boundary_casts, install_boundary_errors
-from safeload.delivering import Call, Filled, deliver
+from safeload.delivering import Call, Filled, deliver, prepare
 from safeload.errors import ProtectionError
 from safeload.group import Group, join_group
 from safeload.opening import Opened, open_source
@@ -34,7 +34,7 @@ from safeload.protecting import protect, tower_state
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
 from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
-from safeload.sourcing import Sourced, source_tower
+from safeload.sourcing import Constructed, Sourced, construct
 from safeload.splitting import Split, split_chunks
 from safeload.verifying import expect
 from safeload.waiting import run_beside
@@ -185,10 +185,11 @@ def safe_from_pretrained(
         ranks.agree("arguments", request.check)
         opened = _open_on_source(call)
         split = _split_chunks(call, opened)
-        sourced = _build_on_source(call, opened)
+        prepared = prepare(call, _construct_on_source(call, opened))
         if split is not None:
             split.begin()
-        filled = deliver(call, sourced)
+        sourced = prepared.sourced
+        filled = deliver(call, prepared)
         meter.end()  # everything is in place: while the verdict is waited for
         if request.verdict == "first_use":
             return _return_early(call, filled, sourced, meter)
@@ -319,21 +320,17 @@ def _open_on_source(call: Call) -> Opened | None:
     return opened
 
 
-def _shares(call: Call) -> bool:
-    return call.ranks.size > 1 and call.request.transport != "broadcast"
-
-
 def _split_chunks(call: Call, opened: Opened | None) -> Split | None:
     """Begin to compare known chunks, where the ranks wait for the verdict and may share the files."""
-    if not _shares(call) or call.request.memory != "mapped" or call.request.verdict != "load":
+    if not call.shares or call.request.memory != "mapped" or call.request.verdict != "load":
         return None
     with call.clock.stage("share"):
         return split_chunks(call.ranks, opened, call.kept)
 
 
-def _build_on_source(call: Call, opened: Opened | None) -> Sourced | None:
+def _construct_on_source(call: Call, opened: Opened | None) -> Constructed | None:
     with call.clock.stage("build"):
-        return call.ranks.on_source("build", lambda: source_tower(opened, shares=_shares(call)) if opened else None)
+        return call.ranks.on_source("build", lambda: construct(opened) if opened else None)
 
 
 def _own_report(

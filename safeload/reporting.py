@@ -192,6 +192,8 @@ class LoadReport:
         transport: How the bytes moved: "none" (one rank), "broadcast" or "shared".
         transport_reason: Why that one.
         memory: "sealed", "private" or "mapped": what holds the bytes on the source.
+        built: "early" where the tower's library built it while the weights were still being read, "late" where it
+            needed them for that: such a load takes longer.
         verdict: When the bytes were verified: "load", "first_use", or "pending" until then; `digest`, `files` and
             `provenance` are empty as long as it is pending.
         digest: sha256 over the lines "sha256  name" of all files that were loaded.
@@ -214,6 +216,7 @@ class LoadReport:
     transport: str
     transport_reason: str
     memory: str
+    built: str
     verdict: str
     digest: str
     provenance: str
@@ -244,6 +247,7 @@ class LoadReport:
             f"  sha256    {self.digest}",
             f"  checked   {verified}",
             f"  transport {self.transport}: {self.transport_reason}; bytes held in {self.memory} memory",
+            f"  built     {self.built}",
             f"  seconds   {timed}",
         ]
         return "\n".join(lines + [_rank_line(report, self.source_rank) for report in self.ranks])

@@ -16,7 +16,7 @@ from torch import nn
 
 from safeload.building import build_source
 from safeload.chunking import leave
-from safeload.deferring import Built, build_on, build_while_reading
+from safeload.deferring import Built, Early, build_while_reading, survey_loaded
 from safeload.errors import CheckpointError
 from safeload.examining import Contents, examine
 from safeload.fitting import check_kinds
@@ -32,24 +32,24 @@ from safeload.staging import stage
 from safeload.verifying import Verification, verify
 from safeload.waiting import Check
 
-__all__ = ["Sourced", "source_tower"]
+__all__ = ["Constructed", "Sourced", "construct", "source_tower"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Sourced:
     """The tower on the source rank, whose weights may still be on their way.
 
-    `blocks` is what other ranks of the node may map; None where this system or this load has nothing to map. `pending`
-    says that the verdict is still out. `uses_chunks` says that no file is read: their chunks are compared with digests
-    that an earlier load has left.
+    `blocks` is what other ranks of the node may map; None where this system or this load has nothing to map. `is_early`
+    says that it was built before the weights were there, `pending` that the verdict is still out, `uses_chunks` that no
+    file is read: their chunks are compared with digests that an earlier load has left.
     """
 
     opened: Opened
     built: Built
     seen: SealedCheckpoint
     blocks: Blocks | None
+    is_early: bool
     pending: bool
-    recipe: Recipe
     verification: Verification | None
     kept: ExitStack
     uses_chunks: bool
@@ -113,6 +113,7 @@ class Sourced:
             "repo_id": self.seen.checkpoint.repo_id,
             "commit": self.seen.checkpoint.commit,
             "memory": self.opened.request.memory if can_map() else "private",
+            "built": "early" if self.is_early else "late",
         }
 
     def verified_facts(self) -> dict[str, Any]:
@@ -128,11 +129,41 @@ class Sourced:
         }
 
 
-def source_tower(opened: Opened, *, shares: bool) -> Sourced:
-    """Begin to read the weights, and build the tower.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constructed:
+    """The tower's module on the source rank, and the `recipe` by which the other ranks construct theirs.
+
+    `early` is set where the weights may still be on their way, `verification` where all have been read.
+    """
+
+    opened: Opened
+    module: nn.Module
+    recipe: Recipe
+    early: Early | None
+    seen: SealedCheckpoint
+    verification: Verification | None
+
+
+def construct(opened: Opened) -> Constructed:
+    """Let the tower's library build its module, before the weights are there if it can do without them.
 
     Args:
         opened: The checkpoint.
+
+    Raises:
+        SafeLoadError: As `safe_from_pretrained` says; `stage` tells at which stage.
+
+    Ranks: source only.
+    """
+    early = _build_early(opened)
+    return _build_late(opened) if early is None else _constructed(opened, early.module, opened.filling.seen, early)
+
+
+def source_tower(constructed: Constructed, *, shares: bool) -> Sourced:
+    """Find out what goes where, and begin to read the weights if that has not begun.
+
+    Args:
+        constructed: The module.
         shares: Whether other ranks of this node may map the memory.
 
     Returns:
@@ -143,25 +174,25 @@ def source_tower(opened: Opened, *, shares: bool) -> Sourced:
 
     Ranks: source only.
     """
-    request, filling = opened.request, opened.filling
-    built, seen, verification = _build_early(opened), filling.seen, None
+    opened, built = constructed.opened, constructed.early.survey() if constructed.early else None
     is_early = built is not None
+    if is_early:
+        if opened.request.verdict == "load" and not opened.known:  # else when the tower has been returned
+            opened.filling.start()
+    elif constructed.early is not None:
+        constructed = _build_late(opened)
     if built is None:
-        seen, verification = _read(opened, opened.kept)
-        with stage("examine"):
-            contents = examine(seen)
-        with stage("build"):
-            built = build_on(lambda sealed: _build(request, sealed, contents), seen, shares=shares and can_map())
+        built = survey_loaded(constructed.module, constructed.seen, shares=shares and can_map())
     if built.arena is not None:
         opened.kept.callback(built.arena.close)
     sourced = Sourced(
         opened=opened,
         built=built,
-        seen=seen,
+        seen=constructed.seen,
         blocks=None,
+        is_early=is_early,
         pending=is_early,
-        recipe=_recipe(request, built, seen),
-        verification=verification,
+        verification=constructed.verification,
         kept=opened.kept,
         uses_chunks=is_early and bool(opened.known),
     )
@@ -170,22 +201,42 @@ def source_tower(opened: Opened, *, shares: bool) -> Sourced:
     return sourced
 
 
-def _build_early(opened: Opened) -> Built | None:
+def _build_early(opened: Opened) -> Early | None:
     """Build while the weights are being read; None where they are needed for it, or something is wrong."""
-    filling, dtype = opened.filling, floating_dtype(opened.request.dtype)
-    if not filling.headers:
+    if not opened.filling.headers:
         return None
     try:
         with stage("examine"):
-            contents = examine(filling.seen)
+            contents = examine(opened.filling.seen)
     except CheckpointError:
         return None
-    built = build_while_reading(
-        lambda seen: _build(opened.request, seen, contents), filling, contents, casts=dtype is not None
+    casts = floating_dtype(opened.request.dtype) is not None
+    return build_while_reading(
+        lambda seen: _build(opened.request, seen, contents), opened.filling, contents, casts=casts
     )
-    if opened.request.verdict == "load" and not opened.known:  # else when the tower has been returned
-        filling.start()
-    return built
+
+
+def _build_late(opened: Opened) -> Constructed:
+    """Build when all weights have been read and verified."""
+    seen, verification = _read(opened, opened.kept)
+    with stage("examine"):
+        contents = examine(seen)
+    with stage("build"):
+        module = _build(opened.request, seen, contents)
+    return _constructed(opened, module, seen, None, verification)
+
+
+def _constructed(
+    opened: Opened,
+    module: nn.Module,
+    seen: SealedCheckpoint,
+    early: Early | None,
+    verification: Verification | None = None,
+) -> Constructed:
+    request = opened.request
+    files = {name: seen.read(name).decode() for name in seen.checkpoint.small if request.trust_remote_code}
+    recipe = recipe_of(module, request.model_class, files)
+    return Constructed(opened=opened, module=module, recipe=recipe, early=early, seen=seen, verification=verification)
 
 
 def _read(
@@ -221,11 +272,6 @@ def _build(request: Request, seen: SealedCheckpoint, contents: Contents) -> nn.M
         )
     check_kinds(module, contents.tensors, request.origin)
     return module
-
-
-def _recipe(request: Request, built: Built, seen: SealedCheckpoint) -> Recipe:
-    files = {name: seen.read(name).decode() for name in seen.checkpoint.small if request.trust_remote_code}
-    return recipe_of(built.module, request.model_class, files)
 
 
 def _blocks(sourced: Sourced, *, shares: bool) -> Blocks | None:
