@@ -90,6 +90,7 @@ def broadcast(
     target: tuple[torch.Tensor, ...] | None,
     wire_device: torch.device,
     ready: Callable[[Piece], None] = lambda piece: None,
+    taken: Callable[[Piece], None] = lambda piece: None,
 ) -> None:
     """Send every segment from the source rank to the others.
 
@@ -100,6 +101,7 @@ def broadcast(
         target: Where this rank wants them; None where the source keeps its own memory.
         wire_device: Where the buckets travel, from `payload_device`.
         ready: On the source: called with a piece before its bytes are taken, to wait for them.
+        taken: Called with a piece when its bytes are in `target`.
 
     Raises:
         PeerError: A rank failed or was lost meanwhile; on every rank.
@@ -123,6 +125,7 @@ def broadcast(
     def take(index: int, wire: torch.Tensor) -> None:
         for piece, part in _parts(cut[index], wire) if target is not None else ():
             _copy(_slice(target, piece), part)
+            taken(piece)
 
     sizes_bytes = [sum(piece.size_bytes for piece in bucket) for bucket in cut]
     group.stream("broadcast", sizes_bytes, fill, take, ready=wait, device=wire_device)

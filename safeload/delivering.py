@@ -32,6 +32,7 @@ from safeload.requesting import Request
 from safeload.sharing import Answer, Blocks, Choice, Layout, choose, receive_blocks, take_over
 from safeload.sourcing import Constructed, Sourced, source_tower
 from safeload.staging import stage
+from safeload.summing import Summing
 from safeload.touching import Touching
 
 __all__ = ["Call", "Filled", "Letter", "Prepared", "deliver", "prepare"]
@@ -81,13 +82,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A rank's module, its tensors in place; `blocks` is the memory behind them where it can be mapped again."""
+    """A rank's module, its tensors in place.
+
+    `blocks` is the memory behind them where it can be mapped again; `summing` fingerprints them where it cannot.
+    """
 
     module: nn.Module
     load_plan: LoadPlan
     choice: Choice
     blocks: Blocks | None
     uses_chunks: bool = False
+    summing: Summing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +159,7 @@ def deliver(call: Call, prepared: Prepared) -> Filled:
         return _place_shared(call, module, letter, choice, blocks)
     own = sourced.blocks if sourced is not None and device == _CPU else None
     filled = Filled(module=module, load_plan=load_plan, choice=choice, blocks=own, uses_chunks=letter.uses_chunks)
-    _broadcast(call, filled, device, sourced)
-    return filled
+    return replace(filled, summing=_broadcast(call, filled, device, sourced))
 
 
 def _place_shared(call: Call, module: nn.Module, letter: Letter, choice: Choice, blocks: Blocks | None) -> Filled:
@@ -258,7 +262,7 @@ def _take_over(
     return blocks, choose(call.request.transport, answers, source_rank=call.ranks.source_rank)
 
 
-def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Sourced | None) -> None:
+def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Sourced | None) -> Summing | None:
     ranks, clock, load_plan = call.ranks, call.clock, filled.load_plan
     with clock.stage("allocate"):
         moves = not ranks.is_source or device != _CPU  # the source keeps its own memory where that is on the cpu
@@ -267,12 +271,21 @@ def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Source
     with clock.stage("broadcast"):
         wire = payload_device(ranks, device, filled.choice.device_types)
         ready = functools.partial(_wait_for_piece, sourced, ranks)
-        broadcast(ranks, load_plan, source=source, target=target, wire_device=wire, ready=ready)
+        summing = None if target is None or device != _CPU else Summing(load_plan, target, device=device)
+        if summing is not None:
+            call.kept.enter_context(summing)
+
+        def taken(piece: Piece) -> None:
+            if summing is not None and piece.stop == load_plan.segments[piece.segment].size_bytes:
+                summing.add(piece.segment)
+
+        broadcast(ranks, load_plan, source=source, target=target, wire_device=wire, ready=ready, taken=taken)
     with clock.stage("place"):
         final = source if target is None and sourced and sourced.blocks else target
         ranks.agree(
             "place", lambda: place(filled.module, load_plan, final, device=device) if final is not None else None
         )
+    return summing
 
 
 def _build_peer(request: Request, recipe: Recipe) -> nn.Module:

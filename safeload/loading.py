@@ -190,16 +190,19 @@ def safe_from_pretrained(
             split.begin()
         sourced = prepared.sourced
         filled = deliver(call, prepared)
-        meter.end()  # everything is in place: while the verdict is waited for
         if request.verdict == "first_use":
+            meter.end()
             return _return_early(call, filled, sourced, meter)
         with call.clock.stage("verify"):
             agree = split.agrees(ranks) if split is not None and filled.uses_chunks else None
             ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
+        meter.end()  # all bytes are there; it is read while the tower is protected
+        tower = ranks.agree("protect", lambda: _protect(call, filled))
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
+        tower_state(tower).report = report
         if ranks.is_source:
             _LOG.info("%s", report)
-        return ranks.agree("protect", lambda: _protect(filled, request, report))
+        return tower
 
 
 def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
@@ -221,7 +224,8 @@ def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: Me
             if is_source:
                 _LOG.info("%s", tower_state(found).report)
 
-    tower = call.ranks.agree("protect", lambda: _protect(filled, call.request, report, verdict=wait))
+    tower = call.ranks.agree("protect", lambda: _protect(call, filled, verdict=wait))
+    tower_state(tower).report = report
     if sourced is None:
         kept.push(call.kept.pop_all())
         weakref.finalize(tower, kept.close)  # a tower may be dropped before it is used
@@ -242,10 +246,8 @@ def _finish_behind(sourced: Sourced, promise: Promise, *, owned: ExitStack) -> N
     threading.Thread(target=promise.keep, args=(finish,), name="safeload-verdict", daemon=True).start()
 
 
-def _protect(
-    filled: Filled, request: Request, report: LoadReport, *, verdict: Callable[[], None] | None = None
-) -> nn.Module:
-    originals = None
+def _protect(call: Call, filled: Filled, *, verdict: Callable[[], None] | None = None) -> nn.Module:
+    request, originals = call.request, None
     if filled.blocks is not None:
         if verdict is None:
             filled.blocks.check_sealed()
@@ -256,7 +258,7 @@ def _protect(
         filled.module,
         name=type(filled.module).__name__,
         origin=request.origin,
-        report=report,
+        fingerprints=filled.summing.result(check=call.ranks.check) if filled.summing else None,
         originals=originals,
         verdict=verdict,
     )
