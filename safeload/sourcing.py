@@ -183,8 +183,8 @@ def source_tower(constructed: Constructed, *, shares: bool) -> Sourced:
         constructed = _build_late(opened)
     if built is None:
         built = survey_loaded(constructed.module, constructed.seen, shares=shares and can_map())
-    if built.arena is not None:
-        opened.kept.callback(built.arena.close)
+        if built.arena is not None:
+            opened.kept.callback(built.arena.close)
     sourced = Sourced(
         opened=opened,
         built=built,
@@ -211,9 +211,12 @@ def _build_early(opened: Opened) -> Early | None:
     except CheckpointError:
         return None
     casts = floating_dtype(opened.request.dtype) is not None
-    return build_while_reading(
+    early = build_while_reading(
         lambda seen: _build(opened.request, seen, contents), opened.filling, contents, casts=casts
     )
+    if early is not None:
+        opened.kept.callback(early.arena.close)
+    return early
 
 
 def _build_late(opened: Opened) -> Constructed:
