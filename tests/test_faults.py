@@ -22,7 +22,6 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.scale import make_tower
 from safeload.errors import IntegrityError, MismatchedCallError, SafeLoadError
 from tests.ranks import on_ranks, run_on_ranks
 from tests.towers import clip_folder
@@ -244,6 +243,15 @@ def memory_group(tmp_path):
     pytest.skip("no control group for memory can be made here")
 
 
+def large_tower(folder):
+    """Write a tower for which a rank asks the system: 50 MB never fit into what the process has at hand."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
+    CLIPVisionModel(CLIPVisionConfig(image_size=64, **sizes)).save_pretrained(folder)
+    return folder
+
+
 def leave_no_room(folder):
     """Leave this process 1 MiB: the tower that comes next can not be allocated, nor mapped."""
     with open("/proc/self/statm") as statm:
@@ -342,7 +350,7 @@ def test_a_mapped_file_made_shorter_before_the_loader_opens_it(tmp_path):
 
 @pytest.mark.parametrize(("work", "rank"), [(PEER_STAGES["allocate"], PEER), (SOURCE_STAGES["build"], SOURCE)])
 def test_a_rank_without_memory_left(work, rank, tmp_path):
-    results = run_on_ranks(3, meet_end, tmp_path, make_tower(tmp_path / "large"), (work, rank, leave_no_room))
+    results = run_on_ranks(3, meet_end, tmp_path, large_tower(tmp_path / "large"), (work, rank, leave_no_room))
     for result in results:
         assert result.ok, result.describe()
         assert result.value["class"] == "PeerError"
