@@ -15,7 +15,7 @@ __all__ = ["LoadReport", "MemoryMeter", "RankReport", "StageClock", "progress_ba
 
 _SAMPLE_S: Final = 0.05
 _SHARE: Final = 30  # pauses are so many times as long as a reading took
-_STEP: Final = 0.02  # growth of resident memory that makes another reading worth its price, as a part of it
+_STEP: Final = 0.02  # growth of anonymous memory that makes another reading worth its price, as a part of it
 _JOIN_S: Final = 5.0
 _MIB: Final = 1024**2
 _BAR_AFTER_S: Final = 1.0  # a load that is over by then shows no bar
@@ -36,10 +36,12 @@ def pss_bytes() -> int | None:
     return None
 
 
-def _resident_pages() -> int:
-    """Return this process's resident pages, shared ones in full: unlike PSS, the kernel keeps count of them."""
+def _anonymous_kib() -> int:
+    """Return this process's resident anonymous memory, of which the kernel keeps count, unlike of PSS."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1])
     return 0
 
 
@@ -47,22 +49,23 @@ class MemoryMeter:
     """Samples this process's PSS in a thread while a load runs; a context manager.
 
     A reading takes milliseconds, and tens of them where gigabytes are mapped, with the address space locked meanwhile:
-    none is taken by the thread that loads, and none where no memory has come in since the last one.
+    none is taken by the thread that loads, and none between the first and the last one but where memory of the
+    process's own has grown. Mapped files count when they are all mapped, at the end.
     """
 
     def __init__(self) -> None:
         self.before_bytes: int | None = None
         self.peak_bytes: int | None = None
         self.after_bytes: int | None = None
-        self._resident_pages = 0
+        self._anonymous_kib = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="safeload-memory", daemon=True)
 
     def _has_grown(self) -> bool:
-        return _resident_pages() > self._resident_pages * (1 + _STEP)
+        return _anonymous_kib() > self._anonymous_kib * (1 + _STEP)
 
     def _sample(self) -> int | None:
-        self._resident_pages = max(self._resident_pages, _resident_pages())
+        self._anonymous_kib = max(self._anonymous_kib, _anonymous_kib())
         now = pss_bytes()
         if now is not None:
             self.peak_bytes = max(now, self.peak_bytes or 0)
