@@ -83,7 +83,7 @@ def run_ranks(
         ]
         started: list[_Rank] = []
         try:
-            with _no_thread_pools():
+            with _no_thread_pools(), _deaf_to_ctrl_c():
                 context = _context(preload)
                 started.extend(_start(context, job, function, args) for job in jobs)
             _wait(started, until=time.monotonic() + timeout.total_seconds())
@@ -107,6 +107,19 @@ def _no_thread_pools() -> Iterator[None]:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Let what is started here ignore Ctrl-C from its first moment on: it reaches the whole terminal, and we decide."""
+    if threading.current_thread() is not threading.main_thread():  # only there can a signal be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _context(preload: Sequence[str]) -> Any:
@@ -187,7 +200,7 @@ def _stop(rank: _Rank) -> None:
 
 
 def _rank_main(job: _Job, pipe: multiprocessing.connection.Connection, function: str, args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also where the fork server was started by somebody else
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     _print_into(Path(job.folder, f"output-{job.rank}"))
     os.environ.update(_environment(job))
