@@ -8,50 +8,23 @@ what slows the machine down slows all of them down. Only ratios of one run mean 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import hashlib
-import importlib.metadata
 import json
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
-
-import torch
-from torch import nn
+from typing import Any, Final, Literal
 
 from safeload.errors import SafeLoadError
-from safeload.peers import PEERS, load_class
-from safeload.reporting import MemoryMeter, pss_bytes
+from safeload.gauging import limits_s, machine, versions
+from safeload.peers import PEERS
+from safeload.racing import TIMEOUT, WAYS, Race
+from safeload.skeletons import weight_files
 from safeload.spawning import run_ranks
 
-__all__ = ["SIZES", "WAYS", "BenchReport", "Measured", "bench", "make_tower"]
+__all__ = ["WAYS", "BenchReport", "Measured", "bench", "installed"]
 
-SIZES: Final[Mapping[str, Mapping[str, int]]] = {
-    "0.01B": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 4},
-    "0.3B": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
-    "1B": {"hidden_size": 1664, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16},
-    "6B": {"hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 48, "num_attention_heads": 25},
-}
-_OWN: Final[Mapping[str, Mapping[str, Any]]] = {
-    "safeload": {},
-    "safeload-mapped": {"memory": "mapped", "chunk_digests": False},
-    "safeload-known": {"memory": "mapped", "chunk_digests": True},
-    "safeload-first-use": {"memory": "mapped", "chunk_digests": False, "verdict": "first_use"},
-    "safeload-broadcast": {"transport": "broadcast"},
-    "safeload-broadcast-mapped": {"transport": "broadcast", "memory": "mapped", "chunk_digests": False},
-    "safeload-bf16": {"dtype": "bfloat16"},
-}
-WAYS: Final = ("sha256", *PEERS, *_OWN)
-_PAGE_BYTES: Final = 4096
-_TIMEOUT: Final = timedelta(minutes=30)
+_MOSTLY_COLD: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +37,10 @@ class Measured:
         seconds: From the barrier to the end, by round.
         returned_s: From the barrier until the call had returned on all ranks, by round.
         cpu_s: Processor time of all ranks together, by round; says less than `seconds`, but on a busy machine too.
+        source_cpu_s: The first rank's part of it.
         pss_bytes: Memory that all ranks together hold more than before; median.
         peak_bytes: The highest such sum of the ranks' own peaks; median.
+        loaded_bytes: Bytes of the tensors that one rank was given.
     """
 
     way: str
@@ -73,8 +48,10 @@ class Measured:
     seconds: tuple[float, ...]
     returned_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
+    source_cpu_s: tuple[float, ...]
     pss_bytes: int
     peak_bytes: int
+    loaded_bytes: int
 
     @property
     def median_s(self) -> float:
@@ -84,7 +61,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """All that was measured, with the machine and the versions it was measured on."""
+    """All that was measured, with the machine and the versions it was measured on.
+
+    Attributes:
+        tower: Name of its folder.
+        tower_bytes: Bytes of its tensors, as stored.
+        measured: A record for each way and number of ranks.
+        limits_s: What the machine's own limits set for as many bytes, in seconds.
+        machine: What it is.
+        versions: Of python and the packages.
+        page_cache: "warm", or "cold" where the files were dropped from it before each way.
+        resident: Where cold, the largest share of the files that had stayed in memory; None where nobody can tell.
+        left_out: Ways that were not measured, and why.
+    """
 
     tower: str
     tower_bytes: int
@@ -92,9 +81,19 @@ class BenchReport:
     limits_s: Mapping[str, float]
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
+    page_cache: Literal["warm", "cold"] = "warm"
+    resident: float | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def ratio(self, way: str, to: str, ranks: int, *, returned: bool = False) -> float:
-        """Return the median over the rounds of the ratio of two ways' times."""
+        """Return the median over the rounds of the ratio of two ways' times; `KeyError` where one was not measured.
+
+        Args:
+            way: A way.
+            to: What it is compared with.
+            ranks: Number of ranks.
+            returned: Take the time until the call of `way` returned.
+        """
         one, other = (self.find(name, ranks) for name in (way, to))
         times = one.returned_s if returned else one.seconds
         return statistics.median(a / b for a, b in zip(times, other.seconds, strict=True))
@@ -106,51 +105,49 @@ class BenchReport:
                 return each
         raise KeyError((way, ranks))
 
+    def notes(self) -> tuple[str, ...]:
+        """Return what has to be known to read the figures, a sentence each."""
+        found = ["Only ratios within one run mean anything: other machines and other minutes give other seconds."]
+        if self.page_cache == "cold":
+            found.append(f"The files were dropped from the page cache before each way; {self._chilled()}.")
+        found += [f"Left out: {way}, {reason}." for way, reason in self.left_out.items()]
+        return tuple(found)
+
+    def _chilled(self) -> str:
+        if self.resident is None:
+            return "whether they had gone, this system does not tell"
+        if self.resident > _MOSTLY_COLD:
+            return f"NOT COLD: up to {self.resident:.0%} of their pages stayed in memory"
+        return f"at most {self.resident:.1%} of their pages stayed"
+
     def to_json(self) -> str:
         """Return the report as JSON."""
         return json.dumps(asdict(self))
 
 
-def make_tower(folder: Path, size: str) -> Path:
-    """Write a CLIP vision tower with seeded random weights, float32; leave one that is there.
+def installed(ways: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Part ways from those whose library is not there.
 
     Args:
-        folder: Where; it is made below it, by the name of the size.
-        size: One of `SIZES`.
+        ways: Names out of `WAYS`.
 
     Returns:
-        The tower's folder.
-
-    Raises:
-        SafeLoadError: There is no such size.
+        Those that can run, in their order, and for each of the others why not.
     """
-    if size not in SIZES:
-        raise SafeLoadError(f"size {size!r}: expected one of {', '.join(SIZES)}")
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
-    target = folder / f"clip-vision-{size}"
-    if not (target / "SHA256SUMS").exists():
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = CLIPVisionModel(CLIPVisionConfig(patch_size=14, image_size=224, **SIZES[size]))
-            for parameter in model.parameters():
-                nn.init.normal_(parameter, std=0.02)
-        model.save_pretrained(target, max_shard_size="1500MB")
-        lines = [f"{_sha256(path)}  {path.name}\n" for path in sorted(target.iterdir())]
-        (target / "SHA256SUMS").write_text("".join(lines), encoding="ascii")
-    return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        hasher, buffer = hashlib.sha256(), bytearray(1 << 20)
-        while count := file.readinto(buffer):
-            hasher.update(memoryview(buffer)[:count])
-        return hasher.hexdigest()
+    missing = {way: PEERS[way].missing for way in ways if way in PEERS}
+    left_out = {way: f"{package} is not installed" for way, package in missing.items() if package is not None}
+    return tuple(way for way in ways if way not in left_out), left_out
 
 
 def bench(
-    folder: Path, *, ways: Sequence[str], ranks: Sequence[int] = (1, 2, 4), rounds: int = 5, work: Path
+    folder: Path,
+    *,
+    ways: Sequence[str],
+    ranks: Sequence[int] = (1, 2, 4),
+    rounds: int = 5,
+    work: Path,
+    cold: bool = False,
+    optional: bool = False,
 ) -> BenchReport:
     """Measure.
 
@@ -158,40 +155,55 @@ def bench(
         folder: The tower's folder, with safetensors weights.
         ways: Names out of `WAYS`, in the order in which they take turns.
         ranks: Numbers of ranks.
-        rounds: How often each way runs with each number of ranks; the first is for warming up and not counted.
-        work: A folder for lists of chunks.
+        rounds: How often each way is measured with each number of ranks, after a load that warms up and is checked.
+        work: A folder for lists of chunks, and for towers in formats of others.
+        cold: Drop the files from the page cache before each way.
+        optional: Leave out ways whose library is not installed; refuse them otherwise.
 
     Returns:
         The report.
 
     Raises:
-        SafeLoadError: An unknown way.
+        SafeLoadError: An unknown way, one that is not installed, or one that loads other values than from_pretrained.
     """
+    there, left_out = _checked(folder, ways, optional=optional)
+    what = Race(folder=str(folder), ways=there, rounds=rounds, work=str(work), cold=cold)
+    env = {"XDG_CACHE_HOME": str(work), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    measured: list[Measured] = []
+    resident: list[float | None] = []
+    for count in ranks:
+        results = run_ranks("safeload.racing.race", what, ranks=count, timeout=TIMEOUT, env=env)
+        measured += [_combine(way, count, [result["ways"][way] for result in results]) for way in there]
+        resident.append(results[0]["resident"])
+    tower_bytes = max(each.loaded_bytes for each in measured) or sum(map(_size_bytes, weight_files(str(folder))))
+    return BenchReport(
+        tower=folder.name,
+        tower_bytes=tower_bytes,
+        measured=tuple(measured),
+        limits_s=limits_s(tower_bytes),
+        machine=machine(),
+        versions=versions(),
+        page_cache="cold" if cold else "warm",
+        resident=None if None in resident else max(each for each in resident if each is not None),
+        left_out=left_out,
+    )
+
+
+def _checked(folder: Path, ways: Sequence[str], *, optional: bool) -> tuple[tuple[str, ...], dict[str, str]]:
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
         raise SafeLoadError(f"no such way: {', '.join(unknown)}; expected some of {', '.join(WAYS)}")
-    measured: list[Measured] = []
-    sizes: list[int] = []
-    for count in ranks:
-        results = run_ranks(
-            "safeload.benching.run_ways",
-            str(folder),
-            tuple(ways),
-            rounds,
-            ranks=count,
-            timeout=_TIMEOUT,
-            env={"XDG_CACHE_HOME": str(work), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
-        sizes.append(results[0]["tower_bytes"])
-        measured += [_combine(way, count, [result["ways"][way] for result in results]) for way in ways]
-    return BenchReport(
-        tower=folder.name,
-        tower_bytes=sizes[0],
-        measured=tuple(measured),
-        limits_s=_limits(sizes[0]),
-        machine=_machine(),
-        versions=_versions(),
-    )
+    if not weight_files(str(folder)):
+        raise SafeLoadError(f"{folder}: no safetensors files to measure with")
+    there, left_out = installed(ways)
+    if left_out and not optional:
+        packages = sorted({PEERS[way].missing or "" for way in left_out})
+        raise SafeLoadError(f"{', '.join(left_out)}: not installed here: pip install {' '.join(packages)}")
+    return there, left_out
+
+
+def _size_bytes(path: str) -> int:
+    return Path(path).stat().st_size
 
 
 def _combine(way: str, ranks: int, of: Sequence[Mapping[str, Sequence[float]]]) -> Measured:
@@ -204,182 +216,8 @@ def _combine(way: str, ranks: int, of: Sequence[Mapping[str, Sequence[float]]]) 
         seconds=over("seconds", max),
         returned_s=over("returned_s", max),
         cpu_s=over("cpu_s", sum),
+        source_cpu_s=tuple(of[0]["cpu_s"]),
         pss_bytes=int(statistics.median(over("pss_bytes", sum))),
         peak_bytes=int(statistics.median(over("peak_bytes", sum))),
+        loaded_bytes=int(max(over("loaded_bytes", max))),
     )
-
-
-# --- on every rank ---
-
-
-def run_ways(folder: str, ways: tuple[str, ...], rounds: int) -> dict[str, Any]:
-    """Run the ways in turn; called on every rank.
-
-    Args:
-        folder: The tower's folder.
-        ways: Names.
-        rounds: How often; the first is not counted.
-
-    Ranks: every rank.
-    """
-    torch.set_num_threads(1)
-    _meet_over_tcp()
-    model_class = load_class(folder)
-    runs: dict[str, dict[str, list[float]]] = {
-        way: {"seconds": [], "returned_s": [], "cpu_s": [], "pss_bytes": [], "peak_bytes": []} for way in ways
-    }
-    tower_bytes = 0
-    for number in range(rounds + 1):
-        for way in ways:
-            values, size_bytes = _run_once(_load_by(way, model_class, folder))
-            tower_bytes = max(size_bytes, tower_bytes)
-            for key, value in values.items():
-                runs[way][key] += [value] if number else []
-    return {"ways": runs, "tower_bytes": tower_bytes}
-
-
-def _meet_over_tcp() -> None:
-    """Make the group anew over a TCP store, as a launcher does; a store in a file answers ten times as slowly."""
-    import torch.distributed as dist
-
-    store_class = vars(dist)["TCPStore"]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = store_class("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
-    ports = [store.port if store is not None else 0]
-    dist.broadcast_object_list(ports, 0)
-    dist.destroy_process_group()
-    if store is None:
-        store = store_class("127.0.0.1", ports[0], size, is_master=False, timeout=_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
-
-
-def _load_by(way: str, model_class: Any, folder: str) -> Callable[[], nn.Module | None]:
-    if way == "sha256":
-        return lambda: _hash_on_first_rank(folder)
-    if way in PEERS:
-        return lambda: PEERS[way](model_class, folder)
-    from safeload.loading import safe_from_pretrained
-
-    own = dict(_OWN[way])
-    return lambda: safe_from_pretrained(model_class, folder, device="cpu", progress=False, **own)
-
-
-def _hash_on_first_rank(folder: str) -> None:
-    import torch.distributed as dist
-
-    if dist.get_rank() == 0:
-        for path in sorted(Path(folder).glob("*.safetensors")):
-            _sha256(path)
-
-
-def _run_once(load: Callable[[], nn.Module | None]) -> tuple[dict[str, float], int]:
-    import torch.distributed as dist
-
-    _give_back_memory()
-    dist.barrier()
-    before = pss_bytes() or 0
-    with MemoryMeter() as meter:
-        dist.barrier()
-        start, start_cpu = time.perf_counter(), time.process_time()
-        module = load()
-        returned = time.perf_counter() - start
-        size_bytes = _touch(module) if module is not None else 0
-        cpu_s = time.process_time() - start_cpu
-        dist.barrier()
-        seconds = time.perf_counter() - start
-        meter.stop()  # all ranks still hold what they have loaded
-        dist.barrier()
-    held = max(0, (meter.after_bytes or 0) - before)
-    peak = max(0, (meter.peak_bytes or 0) - before)
-    times = {"seconds": seconds, "returned_s": returned, "cpu_s": cpu_s}
-    return times | {"pss_bytes": float(held), "peak_bytes": float(peak)}, size_bytes
-
-
-def _give_back_memory() -> None:
-    """Let nothing of the way before count for this one: what it has freed goes back to the system."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _touch(module: nn.Module) -> int:
-    """Read a value of every page; wait for a verdict that is still out."""
-    size_bytes = 0
-    for value in (*module.parameters(), *module.buffers()):
-        raw = value.detach().reshape(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
-        raw[::_PAGE_BYTES].sum()
-        size_bytes += value.nbytes
-    module.state_dict()
-    return size_bytes
-
-
-# --- the machine ---
-
-
-def _limits(size_bytes: int) -> dict[str, float]:
-    """Seconds that this machine's own limits set for so many bytes, on one core: best of three."""
-    sample = min(size_bytes, 256 << 20)
-    filled = torch.ones(sample, dtype=torch.uint8)
-    other = torch.ones(sample, dtype=torch.uint8)
-    raw = filled.numpy().data
-
-    def fresh() -> None:
-        torch.empty(sample, dtype=torch.uint8).copy_(filled)
-
-    ways: dict[str, Callable[[], object]] = {
-        "copy between pages that are there": lambda: other.copy_(filled),
-        "copy into fresh pages": fresh,
-        "sha256": lambda: hashlib.sha256(raw).digest(),
-    }
-    try:
-        from blake3 import blake3
-
-        ways["blake3"] = lambda: blake3(raw).digest()
-    except ImportError:
-        pass
-    if hasattr(os, "memfd_create"):
-        ways["copy into fresh sealed memory"] = lambda: _fill_memory(raw)
-    return {name: min(_timed(way) for _ in range(3)) * size_bytes / sample for name, way in ways.items()}
-
-
-def _fill_memory(raw: memoryview) -> None:
-    fd = os.memfd_create("bench")
-    try:
-        os.ftruncate(fd, len(raw))
-        at = 0
-        while at < len(raw):
-            at += os.pwrite(fd, raw[at : at + (4 << 20)], at)
-    finally:
-        os.close(fd)
-
-
-def _timed(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def _machine() -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return {"cores": cores, "system": platform.platform(), "machine": platform.machine(), "load_at_end": load}
-
-
-def _versions() -> dict[str, str]:
-    names = (
-        "safeload",
-        "torch",
-        "transformers",
-        "safetensors",
-        "accelerate",
-        "blake3",
-        "tensorizer",
-        "fastsafetensors",
-    )
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -1,13 +1,13 @@
 """The usual ways to bring a tower to every rank, as one writes them by hand; `safeload bench` compares with them.
 
-Each takes the tower's class and folder and returns the tower, on the cpu. Libraries are imported where they are used.
+Each takes the tower's class, its folder and a folder for files of its own, and returns the tower, on the cpu. Libraries
+are imported where they are used.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,28 +15,30 @@ import torch.distributed as dist
 from torch import nn
 
 from safeload.errors import SafeLoadError
+from safeload.skeletons import Peer, empty_module, fill_module, meta_module, weight_files
+from safeload.streamers import STREAMERS
 
-__all__ = ["PEERS", "load_class"]
+__all__ = ["PEERS", "hash_files"]
 
 _BUCKET_BYTES: Final = 250 * 1024**2  # what FSDP and DDP use
+_CHUNK_BYTES: Final = 1024**2  # what fits into a core's own cache
 
 
-def load_class(folder: str) -> Any:
-    """Return the transformers class that a folder's configuration names.
+def hash_files(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the sha256 of each file, as `hashlib` gives it, one pass after the other.
 
     Args:
-        folder: The tower's folder.
-
-    Raises:
-        SafeLoadError: It names none that this transformers has.
+        paths: The files.
     """
-    import transformers
-
-    names = json.loads(Path(folder, "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    found = getattr(transformers, names[0], None) if names[0] else None
-    if found is None:
-        raise SafeLoadError(f"{folder}: its config.json names no class of transformers: architectures is {names}")
-    return found
+    found = []
+    buffer = bytearray(_CHUNK_BYTES)
+    for path in paths:
+        hasher = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                hasher.update(memoryview(buffer)[:count])
+        found.append(hasher.hexdigest())
+    return tuple(found)
 
 
 def _quiet(model_class: Any, folder: str, **kwargs: Any) -> nn.Module:
@@ -55,27 +57,26 @@ def _every_rank_bf16(model_class: Any, folder: str) -> nn.Module:
     return _quiet(model_class, folder, torch_dtype=torch.bfloat16)
 
 
-def _skeleton(model_class: Any, folder: str) -> nn.Module:
-    """Construct without weights: parameters empty on the cpu, buffers as the constructor makes them."""
-    config = model_class.config_class.from_pretrained(folder)
-    with torch.device("meta"):
-        module: nn.Module = model_class(config)
-    made = {name: torch.empty_like(value, device="cpu") for name, value in module.state_dict().items()}
-    module.load_state_dict(made, assign=True)
-    for owner in module.modules():
-        for name, value in owner._buffers.items():
-            if value is not None and value.is_meta:
-                owner._buffers[name] = torch.zeros_like(value, device="cpu")
-    return module
+def _hash_everywhere(model_class: Any, folder: str) -> nn.Module:
+    """Check the files before they are opened for the load: of what is opened then, it says nothing."""
+    hash_files(weight_files(folder))
+    return _quiet(model_class, folder)
 
 
-def _first_or_skeleton(model_class: Any, folder: str) -> nn.Module:
-    return _quiet(model_class, folder) if dist.get_rank() == 0 else _skeleton(model_class, folder)
+def _hash_on_first(model_class: Any, folder: str) -> nn.Module:
+    if dist.get_rank() == 0:
+        hash_files(weight_files(folder))
+    dist.barrier()
+    return _quiet(model_class, folder)
+
+
+def _first_or_empty(model_class: Any, folder: str) -> nn.Module:
+    return _quiet(model_class, folder) if dist.get_rank() == 0 else empty_module(model_class, folder)
 
 
 @torch.no_grad()
 def _broadcast(model_class: Any, folder: str) -> nn.Module:
-    module = _first_or_skeleton(model_class, folder)
+    module = _first_or_empty(model_class, folder)
     for value in (*module.parameters(), *module.buffers()):
         dist.broadcast(value, 0)
     return module
@@ -83,7 +84,7 @@ def _broadcast(model_class: Any, folder: str) -> nn.Module:
 
 @torch.no_grad()
 def _broadcast_async(model_class: Any, folder: str) -> nn.Module:
-    module = _first_or_skeleton(model_class, folder)
+    module = _first_or_empty(model_class, folder)
     works = [dist.broadcast(value, 0, async_op=True) for value in (*module.parameters(), *module.buffers())]
     for work in works:
         if work is not None:
@@ -95,7 +96,7 @@ def _broadcast_async(model_class: Any, folder: str) -> nn.Module:
 def _sync_module_states(model_class: Any, folder: str) -> nn.Module:
     from torch.distributed.utils import _sync_params_and_buffers
 
-    module = _first_or_skeleton(model_class, folder)
+    module = _first_or_empty(model_class, folder)
     values = [value.detach() for value in (*module.parameters(), *module.buffers())]
     world = dist.group.WORLD
     if world is None:
@@ -108,27 +109,28 @@ def _dcp(model_class: Any, folder: str) -> nn.Module:
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    config = model_class.config_class.from_pretrained(folder)
-    with torch.device("meta"):
-        module: nn.Module = model_class(config)
+    module = meta_module(model_class, folder)
     state: dict[str, Any] = {}
     if dist.get_rank() == 0:
-        for path in sorted(Path(folder).glob("*.safetensors")):
+        for path in weight_files(folder):
             state |= load_file(path)
         state = {name: state[name] for name in module.state_dict() if name in state} or state
     set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for owner in module.modules():
-        for name, value in owner._buffers.items():
-            if value is not None and value.is_meta:
-                owner._buffers[name] = torch.zeros_like(value, device="cpu")
-    return module
+    return fill_module(module, {})
 
 
-PEERS: Final[Mapping[str, Callable[[Any, str], nn.Module]]] = {
-    "from_pretrained": _every_rank,
-    "from_pretrained-bf16": _every_rank_bf16,
-    "broadcast": _broadcast,
-    "broadcast-async": _broadcast_async,
-    "sync_module_states": _sync_module_states,
-    "dcp": _dcp,
+def _by_hand(load: Callable[[Any, str], nn.Module]) -> Peer:
+    return Peer(load=lambda model_class, folder, work: load(model_class, folder))
+
+
+PEERS: Final[Mapping[str, Peer]] = {
+    "from_pretrained": _by_hand(_every_rank),
+    "from_pretrained-bf16": _by_hand(_every_rank_bf16),
+    "hash-everywhere": _by_hand(_hash_everywhere),
+    "hash-on-first": _by_hand(_hash_on_first),
+    "broadcast": _by_hand(_broadcast),
+    "broadcast-async": _by_hand(_broadcast_async),
+    "sync_module_states": _by_hand(_sync_module_states),
+    "dcp": _by_hand(_dcp),
+    **STREAMERS,
 }

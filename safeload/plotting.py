@@ -16,16 +16,19 @@ from safeload.errors import SafeLoadError
 __all__ = ["bench_picture", "bench_table"]
 
 _MIB: Final = 1024**2
-_WIDTH: Final = 120
+_WIDTH: Final = 100
 
 
 def bench_table(report: BenchReport) -> str:
-    """Return the report as a table of text, with the machine's own limits below it.
+    """Return the report as a table of text, with the machine's own limits and what to know below it.
 
     Args:
         report: What `bench` returned.
     """
-    title = f"{report.tower}, {report.tower_bytes / _MIB:.0f} MiB, {report.machine['cores']} cores"
+    title = (
+        f"{report.tower}, {report.tower_bytes / _MIB:.0f} MiB, {report.machine['cores']} cores, "
+        f"{report.page_cache} page cache"
+    )
     table = Table(title=title)
     for heading in ("way", "ranks", "seconds", "spread", "returned", "cpu", "memory", "at most"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
@@ -43,8 +46,11 @@ def bench_table(report: BenchReport) -> str:
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, no_color=True)
     console.print(table)
+    console.print("memory: PSS of all ranks together, in towers as stored; at most: the sum of their peaks.")
     limits = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.limits_s.items())
     console.print(f"This machine, one core, for as many bytes: {limits}.")
+    for note in report.notes():
+        console.print(note)
     return text.getvalue()
 
 

@@ -1,25 +1,36 @@
-"""`safeload bench`: it measures what it says, and says what it measured."""
+"""`safeload bench`: it measures what it says, says what it measured, and holds the ways of others to their values."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
+import os
 
 import pytest
+import torch
 
-from safeload.benching import BenchReport, Measured, bench, make_tower
+from safeload import benching, racing
+from safeload.benching import WAYS, BenchReport, Measured, bench, installed
+from safeload.chilling import drop, resident_share
 from safeload.errors import SafeLoadError
+from safeload.making import make_sharded_tower, make_tower
+from safeload.peers import PEERS, hash_files
+from safeload.skeletons import Peer, empty_module, fill_module, load_class, meta_module
+from tests.ranks import on_ranks
+from tests.towers import assert_equal_towers, clip_folder
 
 
-def _measured(way, ranks, seconds, pss_bytes=100):
-    return Measured(
-        way=way,
-        ranks=ranks,
-        seconds=seconds,
-        returned_s=tuple(value / 2 for value in seconds),
-        cpu_s=seconds,
-        pss_bytes=pss_bytes,
-        peak_bytes=2 * pss_bytes,
-    )
+def _measured(way, ranks, seconds, **others):
+    values = {
+        "returned_s": tuple(value / 2 for value in seconds),
+        "cpu_s": seconds,
+        "source_cpu_s": seconds,
+        "pss_bytes": 100,
+        "peak_bytes": 200,
+        "loaded_bytes": 100,
+    }
+    return Measured(way=way, ranks=ranks, seconds=seconds, **{**values, **others})
 
 
 @pytest.fixture
@@ -28,16 +39,18 @@ def report():
         _measured("sha256", 2, (1.0, 2.0, 3.0)),
         _measured("safeload", 2, (2.0, 2.0, 9.0)),
         _measured("sha256", 4, (1.0, 1.0, 1.0)),
-        _measured("safeload", 4, (3.0, 3.0, 3.0)),
+        _measured("safeload-broadcast-mapped", 4, (3.0, 3.0, 3.0)),
     )
-    limits = {"sha256": 0.5}
     return BenchReport(
         tower="small",
         tower_bytes=100,
         measured=measured,
-        limits_s=limits,
+        limits_s={"sha256": 0.5},
         machine={"cores": 2},
         versions={"torch": "2"},
+        page_cache="cold",
+        resident=0.25,
+        left_out={"tensorizer": "tensorizer is not installed"},
     )
 
 
@@ -48,25 +61,171 @@ def test_a_ratio_is_the_median_over_the_rounds(report):
         report.ratio("safeload", "dcp", 2)
 
 
-def test_table_and_picture_show_every_way(report, tmp_path):
+def test_table_and_picture_show_every_way_and_what_to_know(report, tmp_path):
     from safeload.plotting import bench_picture, bench_table
 
     text = bench_table(report)
     assert all(part in text for part in ("sha256", "safeload", "2.000-9.000", "1.00 x", "2.00 x", "0.50 s"))
+    assert "safeload-broadcast-mapped" in text
+    assert max(map(len, text.splitlines())) <= 100
+    flat = " ".join(text.split())
+    assert "Only ratios within one run mean anything" in flat
+    assert "NOT COLD: up to 25% of their pages stayed" in flat
+    assert "Left out: tensorizer, tensorizer is not installed." in flat
     bench_picture(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_unknown_ways_and_sizes_are_refused(tmp_path):
+def test_unknown_ways_sizes_and_folders_are_refused(tmp_path):
     with pytest.raises(SafeLoadError, match="no such way: magic"):
         bench(tmp_path, ways=["magic"], work=tmp_path)
+    with pytest.raises(SafeLoadError, match="no safetensors files"):
+        bench(tmp_path, ways=["sha256"], work=tmp_path)
     with pytest.raises(SafeLoadError, match="expected one of"):
         make_tower(tmp_path, "7B")
+    with pytest.raises(SafeLoadError, match="expected 1 to 4"):
+        make_sharded_tower(tmp_path, "1B", 5)
+
+
+def test_a_sharded_tower_grows_by_its_shards(tmp_path):
+    sizes = []
+    for shards in (1, 2, 4):
+        files = sorted(make_sharded_tower(tmp_path, "0.01B", shards).glob("*.safetensors"))
+        assert len(files) == shards
+        sizes.append(sum(file.stat().st_size for file in files))
+    assert sizes[1] == pytest.approx(2 * sizes[0], rel=0.1)
+    assert sizes[2] == pytest.approx(4 * sizes[0], rel=0.1)
+
+
+# --- the ways of others ---
+
+
+def test_a_way_whose_library_is_not_there_is_left_out_or_refused(monkeypatch, tmp_path):
+    clip_folder(tmp_path)
+    gone = Peer(load=PEERS["runai"].load, needs=("no_such_library", "no-such-package"))
+    monkeypatch.setitem(PEERS, "runai", gone)
+    assert installed(["sha256", "runai", "safeload"]) == (
+        ("sha256", "safeload"),
+        {"runai": "no-such-package is not installed"},
+    )
+    with pytest.raises(SafeLoadError, match="runai: not installed here: pip install no-such-package"):
+        bench(tmp_path, ways=["runai"], work=tmp_path)
+
+
+def test_the_command_leaves_out_what_nobody_asked_for_by_name(monkeypatch, tmp_path):
+    from safeload.cli import main
+
+    asked = []
+
+    def stand_in(folder, *, ways, optional, **others):
+        asked.append((tuple(ways), optional))
+        raise SafeLoadError("far enough")
+
+    monkeypatch.setattr(benching, "bench", stand_in)
+    for options in ((), ("--against", "all"), ("--against", "runai,safeload")):
+        assert main(["bench", "--tower", str(tmp_path), *options]) == 1
+    assert "tensorizer-verified" in asked[0][0]
+    assert asked[0][1]
+    assert asked[1:] == [(WAYS, True), (("runai", "safeload"), False)]
+
+
+def test_hashes_are_those_of_the_files(tmp_path):
+    contents = (b"", b"x" * (3 << 20), b"abc")
+    paths = [tmp_path / str(number) for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    assert hash_files([str(path) for path in paths]) == tuple(
+        hashlib.sha256(content).hexdigest() for content in contents
+    )
+
+
+def test_an_empty_module_has_the_constructors_buffers(tmp_path):
+    folder = str(clip_folder(tmp_path))
+    want = load_class(folder).from_pretrained(folder)
+    got = empty_module(load_class(folder), folder)
+    assert {name: value.shape for name, value in got.named_parameters()} == {
+        name: value.shape for name, value in want.named_parameters()
+    }
+    assert not any(value.is_meta for value in got.parameters())
+    for name, value in want.named_buffers():
+        assert torch.equal(dict(got.named_buffers())[name], value), name
+
+
+def test_files_with_other_names_are_no_match(tmp_path):
+    folder = str(clip_folder(tmp_path))
+    module = meta_module(load_class(folder), folder)
+    with pytest.raises(SafeLoadError, match="renames no keys"):
+        fill_module(module, {"other": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("way", [way for way in PEERS if PEERS[way].needs is None])
+def test_a_usual_way_loads_what_from_pretrained_loads(way, tmp_path):
+    _all_load_the_same(str(clip_folder(tmp_path / "tower")), str(tmp_path / "work"), way)
+
+
+@pytest.mark.parametrize("way", [way for way in PEERS if PEERS[way].needs is not None])
+def test_a_librarys_way_loads_what_from_pretrained_loads(way, tmp_path):
+    missing = PEERS[way].missing
+    if missing is not None:
+        pytest.skip(f"{missing} is not installed; pip install 'safeload[peers]' for what bench can compare with")
+    _all_load_the_same(str(clip_folder(tmp_path / "tower", shard_size="150KB")), str(tmp_path / "work"), way)
+
+
+@on_ranks(2)
+def _all_load_the_same(folder, work, way):
+    what = racing.Race(folder=folder, ways=(way,), rounds=1, work=work)
+    model_class = load_class(folder)
+    racing._prepare(model_class, what)
+    got = racing._load_by(way, model_class, what)()
+    assert (len(what.files()) > len(racing.weight_files(folder))) == (PEERS[way].file is not None)
+    want = model_class.from_pretrained(folder)
+    assert_equal_towers(got, want.bfloat16() if way.endswith("bf16") else want)
+
+
+def test_a_way_that_loads_other_values_is_no_yardstick(tmp_path):
+    folder = str(clip_folder(tmp_path))
+    model_class = load_class(folder)
+    module = model_class.from_pretrained(folder)
+    racing._compare("mine", module, model_class, folder)
+    racing._compare("mine", module.bfloat16(), model_class, folder)
+    with torch.no_grad():
+        next(module.parameters()).view(-1)[0] += 1
+    with pytest.raises(SafeLoadError, match=r"mine: .*is not what from_pretrained gives"):
+        racing._compare("mine", module, model_class, folder)
+
+
+# --- cold files ---
+
+
+def test_dropped_files_are_out_of_memory_and_the_check_can_tell(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(8 << 20))
+    if resident_share([str(path)]) is None:
+        pytest.skip("this system has no mincore")
+    assert resident_share([str(path)]) == 1.0
+    drop([str(path)])
+    cold = resident_share([str(path)])
+    if cold == 1.0:
+        pytest.skip("the file system of the temporary folder keeps its files in memory alone")
+    assert cold == 0.0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        sum(mapped[:: mmap.PAGESIZE])
+        drop([str(path)])
+        assert resident_share([str(path)]) == 1.0  # pages in use stay
+    assert resident_share([]) == 0.0
+
+
+# --- all of it ---
+
+
+def _run(options, tmp_path, capsys):
+    from safeload.cli import main
+
+    assert main(["bench", "--json", *(str(part) for option in options.items() for part in option)]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_the_command_measures_a_tower_that_it_makes(tmp_path, capsys):
-    from safeload.cli import main
-
     plot = tmp_path / "plot.png"
     ways = "sha256,from_pretrained,safeload,safeload-known"
     options = {
@@ -77,10 +236,19 @@ def test_the_command_measures_a_tower_that_it_makes(tmp_path, capsys):
         "--work": tmp_path,
         "--plot": plot,
     }
-    status = main(["bench", "--json", *(str(part) for option in options.items() for part in option)])
-    report = json.loads(capsys.readouterr().out)
-    assert status == 0
+    report = _run(options, tmp_path, capsys)
     assert {each["way"] for each in report["measured"]} == set(ways.split(","))
     assert all(each["seconds"][0] > 0 for each in report["measured"])
+    assert all(0 < each["source_cpu_s"][0] <= each["cpu_s"][0] for each in report["measured"])
     assert report["tower_bytes"] > 30e6
+    assert any("gloo" in name for name in report["limits_s"])
+    assert (report["page_cache"], report["resident"]) == ("warm", None)
     assert plot.stat().st_size > 1000
+
+
+def test_a_cold_run_says_how_cold_it_was(tmp_path):
+    folder = clip_folder(tmp_path / "tower")
+    found = bench(folder, ways=["safeload-mapped"], ranks=[1], rounds=1, work=tmp_path / "work", cold=True)
+    assert found.page_cache == "cold"
+    assert found.resident is None or 0 <= found.resident <= 1
+    assert any("page cache" in note for note in found.notes())

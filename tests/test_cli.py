@@ -27,7 +27,18 @@ OPTIONS = {
     "inspect": [*WHERE, "--model-class", "--tensors"],
     "doctor": ["--help", "--json", "--model", "--protected", "--strict"],
     "run": ["--classes", "--help", "--json", "--module"],
-    "bench": ["--against", "--help", "--json", "--plot", "--ranks", "--rounds", "--size", "--tower", "--work"],
+    "bench": [
+        "--against",
+        "--cold",
+        "--help",
+        "--json",
+        "--plot",
+        "--ranks",
+        "--rounds",
+        "--size",
+        "--tower",
+        "--work",
+    ],
 }
 
 

@@ -12,7 +12,15 @@ from safeload.commands import Subparsers
 __all__ = ["add_parser", "run"]
 
 _DEFAULT_RANKS: Final = (1, 2, 4)
-_DEFAULT_AGAINST: Final = ("sha256", "from_pretrained", "broadcast-async", "safeload", "safeload-mapped")
+_DEFAULT_AGAINST: Final = (
+    "sha256",
+    "from_pretrained",
+    "broadcast-async",
+    "tensorizer-verified",
+    "safeload",
+    "safeload-mapped",
+)
+_ALL: Final = "all"
 _SIZES: Final = ("0.01B", "0.3B", "1B", "6B")
 
 
@@ -28,7 +36,9 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     text = (
         "Starts its own ranks on the CPU and loads a tower by several ways in turn, again and again, so that all of "
         "them meet the same machine. Prints seconds from a barrier until every rank has read every page of its tower, "
-        "and the memory of all ranks together. Only ratios within one run carry over to another machine."
+        "and the memory of all ranks together. Only ratios within one run carry over to another machine. What each way "
+        "loads is compared with from_pretrained once. --cold drops the files from the page cache before each load, by "
+        "posix_fadvise, which needs no root, and says how many pages stayed; the disk's own cache is out of reach."
     )
     parser = subparsers.add_parser("bench", help="measure loads here, against the usual ways", description=text)
     which = parser.add_mutually_exclusive_group()
@@ -36,9 +46,13 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     which.add_argument("--size", choices=_SIZES, default="0.3B", help="make a tower of this size (default: 0.3B)")
     parser.add_argument("--ranks", type=_ranks, default=_DEFAULT_RANKS, metavar="1,2,4", help="numbers of processes")
     parser.add_argument(
-        "--against", type=_names, default=_DEFAULT_AGAINST, metavar="NAME,...", help="the ways to compare, in order"
+        "--against",
+        type=_names,
+        metavar="NAME,...",
+        help=f"the ways to compare in turn, or {_ALL}; a wrong name lists them; default: {','.join(_DEFAULT_AGAINST)}",
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="how often each way runs (default: 5)")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each load")
+    parser.add_argument("--rounds", type=_rounds, default=5, metavar="N", help="how often each way runs (default: 5)")
     parser.add_argument("--work", metavar="FOLDER", help="where made towers stay; a temporary folder if not")
     parser.add_argument("--plot", metavar="PNG", help="draw time and memory by ranks")
     return parser
@@ -54,6 +68,12 @@ def _ranks(text: str) -> tuple[int, ...]:
     return ranks
 
 
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 up")
+    return int(text)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
@@ -67,13 +87,25 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; every failure is raised.
     """
-    from safeload.benching import bench, make_tower
+    from safeload.benching import WAYS, bench
+    from safeload.making import make_tower
     from safeload.plotting import bench_picture, bench_table
+
+    chosen = args.against or _DEFAULT_AGAINST
+    by_name = args.against is not None and chosen != (_ALL,)
 
     with tempfile.TemporaryDirectory(prefix="safeload-bench-") as temporary:
         work = Path(args.work or temporary)
         folder = Path(args.tower) if args.tower else make_tower(work, args.size)
-        report = bench(folder, ways=args.against, ranks=args.ranks, rounds=args.rounds, work=work / "cache")
+        report = bench(
+            folder,
+            ways=WAYS if chosen == (_ALL,) else chosen,
+            ranks=args.ranks,
+            rounds=args.rounds,
+            work=work / "cache",
+            cold=args.cold,
+            optional=not by_name,
+        )
     if args.plot:
         bench_picture(report, Path(args.plot))
     print(report.to_json() if args.json else bench_table(report), end="\n" if args.json else "")
