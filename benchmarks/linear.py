@@ -1,0 +1,184 @@
+"""Is a load's time linear in bytes, up to 4 GB in 4 shards, and does hashing use more than one core?
+
+    python -m benchmarks.linear --work /tmp/towers [--size 1B] [--ranks 2] [--rounds 5] [--results FOLDER]
+
+Towers of 1, 2, 3 and 4 shards, all made of the same layers, with seeded random weights; with size 1B a shard has 1 GB
+(and the made towers take 11 GB of disk), with 0.01B it is quickly tried. For each way a straight line is fitted through
+the four medians. Printed: how far the worst of them is from the line, as a part of what the line says there; the line's
+slope beside that of one sha256 pass; the seconds that it begins with; and how busy the source's process was, in
+processor seconds a second: one file is one chain of hashing, so that above 1 several files were hashed at a time.
+Each tower is measured by itself, its ways in turn: a machine that slows down between two of them bends the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from safeload.benching import BenchReport, bench
+from safeload.making import make_sharded_tower
+
+RESULTS = Path(__file__).parent / "results"
+SHARDS = (1, 2, 3, 4)
+WAYS = ("sha256", "from_pretrained", "safeload", "safeload-mapped", "safeload-known")
+MOST_DEVIATION = 0.15
+LEAST_BUSY = 1.2  # well above one core; two are never full, as a load begins and ends on one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A straight line through the times of one way.
+
+    Attributes:
+        way: Its name.
+        gigabytes: Of the towers.
+        seconds: Medians, by tower.
+        busy: The source's processor seconds a second, median, by tower.
+        start_s: Where the line begins, at no bytes.
+        s_per_gb: Its slope.
+        deviation: How far the worst tower is from it, as a part of what the line says.
+    """
+
+    way: str
+    gigabytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    busy: tuple[float, ...]
+    start_s: float
+    s_per_gb: float
+    deviation: float
+
+
+def fit(way: str, reports: Sequence[BenchReport], ranks: int) -> Line:
+    """Fit a line through one way's medians.
+
+    Args:
+        way: Its name.
+        reports: One a tower, of at least two sizes.
+        ranks: Number of ranks.
+    """
+    found = [report.find(way, ranks) for report in reports]
+    sizes = tuple(report.tower_bytes / 1e9 for report in reports)
+    seconds = tuple(each.median_s for each in found)
+    slope, start = statistics.linear_regression(sizes, seconds)
+    deviation = max(abs(s - (start + slope * x)) / (start + slope * x) for x, s in zip(sizes, seconds, strict=True))
+    busy = tuple(
+        statistics.median(cpu / wall for cpu, wall in zip(each.source_cpu_s, each.seconds, strict=True))
+        for each in found
+    )
+    return Line(
+        way=way,
+        gigabytes=sizes,
+        seconds=seconds,
+        busy=busy,
+        start_s=start,
+        s_per_gb=slope,
+        deviation=deviation,
+    )
+
+
+def line_table(lines: Sequence[Line], title: str) -> Table:
+    """Return the lines as a table.
+
+    Args:
+        lines: From `fit`.
+        title: Above it.
+    """
+    table = Table(title=title)
+    sizes = (f"{size:.2f} GB" for size in lines[0].gigabytes)
+    for heading in ("way", *sizes, "s/GB", "start", "off by", "busy, first", "busy, last"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    for line in lines:
+        seconds = (f"{value:.3f}" for value in line.seconds)
+        own = line.way.startswith("safeload")
+        verdict = (" met" if line.deviation <= MOST_DEVIATION else " MISSED") if own else ""
+        cells = (
+            f"{line.s_per_gb:.3f}",
+            f"{line.start_s:.3f}",
+            f"{line.deviation:.1%}{verdict}",
+            f"{line.busy[-1]:.2f}",
+        )
+        table.add_row(line.way, *seconds, *cells)
+    return table
+
+
+def line_picture(lines: Sequence[Line], path: Path, title: str) -> None:
+    """Draw the medians and their lines, and how busy the source was.
+
+    Args:
+        lines: From `fit`.
+        path: Where the PNG goes.
+        title: Above it.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for line in lines:
+        (drawn,) = left.plot(line.gigabytes, line.seconds, "o", label=line.way)
+        ends = (0.0, line.gigabytes[-1])
+        left.plot(ends, [line.start_s + line.s_per_gb * x for x in ends], "-", color=drawn.get_color(), lw=1)
+        right.plot(line.gigabytes, line.busy, "-o", color=drawn.get_color())
+    left.set(xlabel="tower, GB, in shards of the same size", ylabel="seconds until every rank has read its tower")
+    right.set(xlabel="tower, GB", ylabel="processor seconds a second, source", ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.set(xlim=(0, None), ylim=(0, None))
+    left.legend(fontsize=8)
+    figure.suptitle(title, fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def keep(lines: Sequence[Line], reports: Sequence[BenchReport], folder: Path, name: str, command: str) -> None:
+    """Write JSON and a picture.
+
+    Args:
+        lines: From `fit`.
+        reports: What they were fitted to.
+        folder: Where.
+        name: Of both files.
+        command: What was run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = {"command": command, "lines": [asdict(line) for line in lines]}
+    kept["reports"] = [asdict(report) for report in reports]
+    (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    versions = ", ".join(f"{package} {version}" for package, version in reports[-1].versions.items())
+    line_picture(lines, folder / f"{name}.png", f"{command}; {reports[-1].machine['cores']} cores; {versions}")
+
+
+def main() -> None:
+    """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="where made towers stay")
+    parser.add_argument("--size", default="1B", help="whose layers the towers have (default: 1B, shards of 1.07 GB)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    towers = [make_sharded_tower(args.work, args.size, shards) for shards in SHARDS]
+    reports = [
+        bench(tower, ways=WAYS, ranks=[args.ranks], rounds=args.rounds, work=args.work / "cache") for tower in towers
+    ]
+    lines = [fit(way, reports, args.ranks) for way in WAYS]
+    command = f"python -m benchmarks.linear --size {args.size} --ranks {args.ranks} --rounds {args.rounds}"
+    Console(width=120).print(line_table(lines, command))
+    first, *_, last = next(line.busy for line in lines if line.way == "safeload")
+    spread = "hashed on several cores at a time" if last >= LEAST_BUSY else "NOT hashed on several cores at a time"
+    print(f"Sealed: {first:.2f} processor seconds a second at the source with 1 shard, {last:.2f} with 4: {spread}.")
+    keep(lines, reports, args.results, f"linear-{args.size}-{date.today().isoformat()}", command)
+
+
+if __name__ == "__main__":
+    main()
