@@ -1,12 +1,13 @@
 """Is a load's time linear in bytes, up to 4 GB in 4 shards, and does hashing use more than one core?
 
-    python -m benchmarks.linear --work /tmp/towers [--size 1B] [--ranks 2] [--rounds 5] [--results FOLDER]
+    python -m benchmarks.linear --work /tmp/towers [--size 1B] [--ranks 1,2] [--rounds 5] [--results FOLDER]
 
 Towers of 1, 2, 3 and 4 shards, all made of the same layers, with seeded random weights; with size 1B a shard has 1 GB
 (and the made towers take 11 GB of disk), with 0.01B it is quickly tried. For each way a straight line is fitted through
 the four medians. Printed: how far the worst of them is from the line, as a part of what the line says there; the line's
 slope beside that of one sha256 pass; the seconds that it begins with; and how busy the source's process was, in
-processor seconds a second: one file is one chain of hashing, so that above 1 several files were hashed at a time.
+processor seconds a second, with the smallest and the largest tower: one file is one chain of hashing. By one rank alone
+it is told most plainly whether several files were hashed at a time, since the others take no processor away then.
 Each tower is measured by itself, its ways in turn: a machine that slows down between two of them bends the line.
 """
 
@@ -40,6 +41,7 @@ class Line:
 
     Attributes:
         way: Its name.
+        ranks: Number of ranks.
         gigabytes: Of the towers.
         seconds: Medians, by tower.
         busy: The source's processor seconds a second, median, by tower.
@@ -49,6 +51,7 @@ class Line:
     """
 
     way: str
+    ranks: int
     gigabytes: tuple[float, ...]
     seconds: tuple[float, ...]
     busy: tuple[float, ...]
@@ -76,12 +79,26 @@ def fit(way: str, reports: Sequence[BenchReport], ranks: int) -> Line:
     )
     return Line(
         way=way,
+        ranks=ranks,
         gigabytes=sizes,
         seconds=seconds,
         busy=busy,
         start_s=start,
         s_per_gb=slope,
         deviation=deviation,
+    )
+
+
+def say_busy(line: Line) -> str:
+    """Say whether several files were hashed at a time.
+
+    Args:
+        line: Of a way that hashes.
+    """
+    spread = "hashed on several cores at a time" if line.busy[-1] >= LEAST_BUSY else "NOT hashed on several cores"
+    return (
+        f"{line.way}, {line.ranks} ranks: {line.busy[0]:.2f} processor seconds a second at the source with 1 shard, "
+        f"{line.busy[-1]:.2f} with {len(line.busy)}: {spread}."
     )
 
 
@@ -94,7 +111,7 @@ def line_table(lines: Sequence[Line], title: str) -> Table:
     """
     table = Table(title=title)
     sizes = (f"{size:.2f} GB" for size in lines[0].gigabytes)
-    for heading in ("way", *sizes, "s/GB", "start", "off by", "busy, first", "busy, last"):
+    for heading in ("way", "ranks", *sizes, "s/GB", "start", "off by", "busy 1", f"busy {len(lines[0].seconds)}"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     for line in lines:
         seconds = (f"{value:.3f}" for value in line.seconds)
@@ -104,9 +121,10 @@ def line_table(lines: Sequence[Line], title: str) -> Table:
             f"{line.s_per_gb:.3f}",
             f"{line.start_s:.3f}",
             f"{line.deviation:.1%}{verdict}",
+            f"{line.busy[0]:.2f}",
             f"{line.busy[-1]:.2f}",
         )
-        table.add_row(line.way, *seconds, *cells)
+        table.add_row(line.way, str(line.ranks), *seconds, *cells)
     return table
 
 
@@ -125,7 +143,7 @@ def line_picture(lines: Sequence[Line], path: Path, title: str) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for line in lines:
-        (drawn,) = left.plot(line.gigabytes, line.seconds, "o", label=line.way)
+        (drawn,) = left.plot(line.gigabytes, line.seconds, "o", label=f"{line.way}, {line.ranks} ranks")
         ends = (0.0, line.gigabytes[-1])
         left.plot(ends, [line.start_s + line.s_per_gb * x for x in ends], "-", color=drawn.get_color(), lw=1)
         right.plot(line.gigabytes, line.busy, "-o", color=drawn.get_color())
@@ -163,20 +181,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="where made towers stay")
     parser.add_argument("--size", default="1B", help="whose layers the towers have (default: 1B, shards of 1.07 GB)")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    ranks = tuple(map(int, args.ranks.split(",")))
     towers = [make_sharded_tower(args.work, args.size, shards) for shards in SHARDS]
-    reports = [
-        bench(tower, ways=WAYS, ranks=[args.ranks], rounds=args.rounds, work=args.work / "cache") for tower in towers
-    ]
-    lines = [fit(way, reports, args.ranks) for way in WAYS]
+    reports = [bench(tower, ways=WAYS, ranks=ranks, rounds=args.rounds, work=args.work / "cache") for tower in towers]
+    lines = [fit(way, reports, count) for count in ranks for way in WAYS]
     command = f"python -m benchmarks.linear --size {args.size} --ranks {args.ranks} --rounds {args.rounds}"
     Console(width=120).print(line_table(lines, command))
-    first, *_, last = next(line.busy for line in lines if line.way == "safeload")
-    spread = "hashed on several cores at a time" if last >= LEAST_BUSY else "NOT hashed on several cores at a time"
-    print(f"Sealed: {first:.2f} processor seconds a second at the source with 1 shard, {last:.2f} with 4: {spread}.")
+    print(say_busy(next(line for line in lines if line.way == "safeload")))
     keep(lines, reports, args.results, f"linear-{args.size}-{date.today().isoformat()}", command)
 
 

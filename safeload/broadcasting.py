@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from safeload.bouncing import Bounce, Lane
 from safeload.group import Group
 from safeload.planning import LoadPlan
 
@@ -91,8 +92,13 @@ def broadcast(
     wire_device: torch.device,
     ready: Callable[[Piece], None] = lambda piece: None,
     taken: Callable[[Piece], None] = lambda piece: None,
+    bucket_bytes: int = BUCKET_BYTES,
+    lane: Lane | None = None,
 ) -> None:
     """Send every segment from the source rank to the others.
+
+    A rank needs host memory for two buckets at most beside the final one: none where that is on the cpu as the buckets
+    are, but for packed small segments; two pinned buffers where the bytes go on to an accelerator.
 
     Args:
         group: The ranks.
@@ -101,7 +107,9 @@ def broadcast(
         target: Where this rank wants them; None where the source keeps its own memory.
         wire_device: Where the buckets travel, from `payload_device`.
         ready: On the source: called with a piece before its bytes are taken, to wait for them.
-        taken: Called with a piece when its bytes are in `target`.
+        taken: Called with a piece when its bytes are in `target`, or on their way there on its device's stream.
+        bucket_bytes: Most bytes in one bucket.
+        lane: The way to this process's accelerator.
 
     Raises:
         PeerError: A rank failed or was lost meanwhile; on every rank.
@@ -110,25 +118,88 @@ def broadcast(
     """
     if group.size == 1 and target is None:
         return  # one process keeps what it has loaded
-    cut = tuple(buckets(load_plan))
+    cut = tuple(buckets(load_plan, bucket_bytes=bucket_bytes))
+    sizes_bytes = [sum(piece.size_bytes for piece in bucket) for bucket in cut]
+    road = _Road(cut, source=source, target=target, wire_device=wire_device, taken=taken, lane=lane or Lane())
 
     def wait(index: int) -> None:
         for piece in cut[index]:
             ready(piece)
 
-    def fill(index: int) -> torch.Tensor:
-        wire = _wire(cut[index], target if target is not None else source, wire_device)
-        for piece, part in _parts(cut[index], wire) if source is not None else ():
-            _copy(part, _slice(source, piece))
+    try:
+        group.stream("broadcast", sizes_bytes, road.fill, road.take, ready=wait, device=wire_device)
+    finally:
+        road.close()
+
+
+class _Road:
+    """What one rank does with each bucket."""
+
+    def __init__(
+        self,
+        cut: tuple[tuple[Piece, ...], ...],
+        *,
+        source: tuple[torch.Tensor, ...] | None,
+        target: tuple[torch.Tensor, ...] | None,
+        wire_device: torch.device,
+        taken: Callable[[Piece], None],
+        lane: Lane,
+    ) -> None:
+        self._cut, self._source, self._target, self._wire_device = cut, source, target, wire_device
+        self._taken, self._lane = taken, lane
+        self._memory = target if target is not None else source
+        self._in_place = any(lane.device_of(segment) == wire_device for segment in (self._memory or ())[:1])
+        self._to_wire = _goes_up("cpu" if source else None, wire_device.type)
+        self._from_wire = _goes_up(wire_device.type, lane.device_of(target[0]).type if target else None)
+        largest_bytes = max((sum(piece.size_bytes for piece in bucket) for bucket in cut), default=0)
+        self._bounce = Bounce(lane, largest_bytes) if self._to_wire or self._from_wire else None
+
+    def fill(self, index: int) -> torch.Tensor:
+        """Return what the collective works on, on the source with the bytes in it."""
+        bucket = self._cut[index]
+        wire = self._wire(bucket)
+        if self._source is None:
+            return wire
+        lent = self._bounce.lend(wire.numel()) if self._to_wire and self._bounce is not None else None
+        for piece, part in _parts(bucket, wire if lent is None else lent):
+            _copy(part, _slice(self._source, piece))
+        if lent is not None and self._bounce is not None:
+            self._bounce.send(wire, lent, lent=lent)
+            self._bounce.take_back(lent)
         return wire
 
-    def take(index: int, wire: torch.Tensor) -> None:
-        for piece, part in _parts(cut[index], wire) if target is not None else ():
-            _copy(_slice(target, piece), part)
-            taken(piece)
+    def take(self, index: int, wire: torch.Tensor) -> None:
+        """Put a bucket's bytes where this rank wants them."""
+        bounce = self._bounce
+        lent = bounce is not None and bounce.owns(wire)
+        for piece, part in _parts(self._cut[index], wire) if self._target is not None else ():
+            if lent and bounce is not None:
+                bounce.send(_slice(self._target, piece), part, lent=wire)
+            else:
+                _copy(_slice(self._target, piece), part)
+            self._taken(piece)
+        if bounce is not None:
+            bounce.take_back(wire)
+            if index == len(self._cut) - 1:
+                bounce.drain()  # here, where a failure is told to all ranks
 
-    sizes_bytes = [sum(piece.size_bytes for piece in bucket) for bucket in cut]
-    group.stream("broadcast", sizes_bytes, fill, take, ready=wait, device=wire_device)
+    def close(self) -> None:
+        """Leave no copy under way, and no buffer."""
+        if self._bounce is not None:
+            self._bounce.close()
+
+    def _wire(self, bucket: tuple[Piece, ...]) -> torch.Tensor:
+        """Return the final memory itself for a single slice there, else a staging bucket."""
+        if len(bucket) == 1 and self._in_place:
+            return _slice(self._memory, bucket[0])
+        size_bytes = sum(piece.size_bytes for piece in bucket)
+        lent = self._bounce.lend(size_bytes) if self._from_wire and self._bounce is not None else None
+        return self._lane.empty(size_bytes, self._wire_device) if lent is None else lent
+
+
+def _goes_up(of: str | None, to: str | None) -> bool:
+    """Return whether bytes go from the cpu to an accelerator, by types of device; None where they go nowhere."""
+    return of == "cpu" and to not in (None, "cpu")
 
 
 def _slice(segments: tuple[torch.Tensor, ...] | None, piece: Piece) -> torch.Tensor:
@@ -140,13 +211,6 @@ def _slice(segments: tuple[torch.Tensor, ...] | None, piece: Piece) -> torch.Ten
 def _copy(to: torch.Tensor, of: torch.Tensor) -> None:
     if to.data_ptr() != of.data_ptr():  # the wire is often the final memory itself
         to.copy_(of)
-
-
-def _wire(bucket: tuple[Piece, ...], memory: tuple[torch.Tensor, ...] | None, device: torch.device) -> torch.Tensor:
-    """Return what the collective works on: the final memory itself for a single slice there, else a staging bucket."""
-    if len(bucket) == 1 and memory is not None and memory[bucket[0].segment].device == device:
-        return _slice(memory, bucket[0])
-    return torch.empty(sum(piece.size_bytes for piece in bucket), dtype=torch.uint8, device=device)
 
 
 def _parts(bucket: tuple[Piece, ...], wire: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
