@@ -96,8 +96,7 @@ def _where(report: Mapping[str, Any], command: str, what: str) -> Iterator[str]:
     limits = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report["limits_s"].items())
     text = (
         f"`{command}`; {report['tower']}, {report['tower_bytes'] / 1e9:.2f} GB; {machine['cores']} cores, "
-        f"{machine['machine']}; {versions}. {what} What one core of this machine needs for as many bytes, in seconds: "
-        f"{limits}."
+        f"{machine['machine']}; {versions}. {what} This machine's limits for as many bytes, in seconds: {limits}."
     )
     yield from textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False)
     yield ""

@@ -37,7 +37,10 @@ class Lane:
     def start(self, to: torch.Tensor, of: torch.Tensor) -> Callable[[], None]:
         """Put a copy from pinned memory on the accelerator's current stream; return what waits for its end."""
         to.copy_(of, non_blocking=True)
-        event = torch.accelerator.current_stream(to.device).record_event()
+        try:
+            event = torch.accelerator.current_stream(to.device).record_event()
+        except RuntimeError:  # a device without events: all that it has to do comes first
+            return lambda: torch.accelerator.synchronize(to.device)
 
         def wait() -> None:
             event.synchronize()
@@ -47,6 +50,8 @@ class Lane:
 
 class Bounce:
     """Two pinned buffers of the size of the largest bucket, made when the first one is needed.
+
+    What is let go of, torch keeps for the next pinned tensor of the process.
 
     Args:
         lane: The way to the accelerator.

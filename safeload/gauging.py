@@ -1,4 +1,4 @@
-"""What this machine can do at best: seconds for so many bytes, by one core; and what it is."""
+"""What this machine can do at best: seconds for so many bytes, by one core, or from rank to rank; and what it is."""
 
 from __future__ import annotations
 

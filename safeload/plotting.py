@@ -48,7 +48,7 @@ def bench_table(report: BenchReport) -> str:
     console.print(table)
     console.print("memory: PSS of all ranks together, in towers as stored; at most: the sum of their peaks.")
     limits = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.limits_s.items())
-    console.print(f"This machine, one core, for as many bytes: {limits}.")
+    console.print(f"This machine's limits, for as many bytes: {limits}.")
     for note in report.notes():
         console.print(note)
     return text.getvalue()

@@ -195,3 +195,19 @@ def test_the_real_lane_says_where_memory_is_and_pins_or_says_no():
     bounce = Bounce(lane, 16)
     lent = bounce.lend(16)
     assert (lent is not None and lent.is_pinned()) == torch.accelerator.is_available()
+
+
+def test_a_device_without_events_is_waited_for_as_a_whole(monkeypatch):
+    waited = []
+
+    def raises(device):
+        raise NotImplementedError("no streams")
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", raises)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    to = torch.zeros(4, dtype=torch.uint8)
+    wait = Lane().start(to, torch.ones(4, dtype=torch.uint8))
+    assert waited == []
+    wait()
+    assert waited == [CPU]
+    assert to.tolist() == [1] * 4
