@@ -39,6 +39,8 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 WAYS: Final = ("sha256", *PEERS, *_OWN)
 _PAGE_BYTES: Final = 4096
+_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+_MMAP_THRESHOLD_BYTES: Final = 128 * 1024  # what it begins with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ def race(what: Race) -> dict[str, Any]:
     Ranks: every rank of the default group.
     """
     torch.set_num_threads(1)
+    _let_malloc_map()
     _meet_over_tcp()
     model_class = load_class(what.folder)
     _prepare(model_class, what)
@@ -100,6 +103,16 @@ def race(what: Race) -> dict[str, Any]:
         "ways": {way: {key: [each[key] for each in rows] for key in rows[0]} for way, rows in runs.items()},
         "resident": max(shares) if shares and len(shares) == len(resident) else None,
     }
+
+
+def _let_malloc_map() -> None:
+    """Have glibc map every tensor by itself for good, as it does in a fresh process, and as a training's loads find it.
+
+    Otherwise it learns from what is freed to keep it: a way would be given the pages of the one before, already faulted
+    in, and would seem to need neither the time nor the memory.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def _meet_over_tcp() -> None:

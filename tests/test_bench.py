@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
+import threading
 
 import pytest
 import torch
@@ -252,3 +254,23 @@ def test_a_cold_run_says_how_cold_it_was(tmp_path):
     assert found.page_cache == "cold"
     assert found.resident is None or 0 <= found.resident <= 1
     assert any("page cache" in note for note in found.notes())
+
+
+def _own_mib():
+    """Memory that is this process's own, in MiB; 0 where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        return next((int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon:")), 0.0)
+    return 0.0
+
+
+@on_ranks(1)
+def test_what_one_way_has_freed_is_not_there_for_the_next():
+    racing._let_malloc_map()
+    torch.ones(16 << 20, dtype=torch.uint8)  # from what is freed glibc learns what to keep
+    racing._give_back_memory()
+    before = _own_mib()
+    thread = threading.Thread(target=lambda: [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(20)])
+    thread.start()
+    thread.join()
+    racing._give_back_memory()
+    assert _own_mib() - before < 8
