@@ -1,6 +1,6 @@
 """Is a load's time linear in bytes, up to 4 GB in 4 shards, and does hashing use more than one core?
 
-    python -m benchmarks.linear --work /tmp/towers [--size 1B] [--ranks 1,2] [--rounds 5] [--results FOLDER]
+    python -m benchmarks.linear --work /tmp/towers [--size 1B] [--ranks 1,2] [--rounds 3] [--results FOLDER]
 
 Towers of 1, 2, 3 and 4 shards, all made of the same layers, with seeded random weights; with size 1B a shard has 1 GB
 (and the made towers take 11 GB of disk), with 0.01B it is quickly tried. For each way a straight line is fitted through
@@ -8,7 +8,8 @@ the four medians. Printed: how far the worst of them is from the line, as a part
 slope beside that of one sha256 pass; the seconds that it begins with; and how busy the source's process was, in
 processor seconds a second, with the smallest and the largest tower: one file is one chain of hashing. By one rank alone
 it is told most plainly whether several files were hashed at a time, since the others take no processor away then.
-Each tower is measured by itself, its ways in turn: a machine that slows down between two of them bends the line.
+Each tower is measured twice, from the smallest to the largest and back again, its ways in turn: a machine that slows
+down evenly meanwhile does not bend the line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,38 @@ class Line:
     start_s: float
     s_per_gb: float
     deviation: float
+
+
+def measure(towers: Sequence[Path], *, ranks: Sequence[int], rounds: int, work: Path) -> list[BenchReport]:
+    """Measure the towers from the first to the last and back.
+
+    Args:
+        towers: Their folders.
+        ranks: Numbers of ranks.
+        rounds: In each of the two directions.
+        work: As in `bench`.
+
+    Returns:
+        One report a tower.
+    """
+    there = [bench(tower, ways=WAYS, ranks=ranks, rounds=rounds, work=work) for tower in towers]
+    back = [bench(tower, ways=WAYS, ranks=ranks, rounds=rounds, work=work) for tower in reversed(towers)]
+    return [join(one, other) for one, other in zip(there, reversed(back), strict=True)]
+
+
+def join(one: BenchReport, other: BenchReport) -> BenchReport:
+    """Return one report with the rounds of both.
+
+    Args:
+        one: A report; its machine's limits and memory are kept.
+        other: Of the same tower, ways and ranks.
+    """
+    both = []
+    for each in one.measured:
+        more = other.find(each.way, each.ranks)
+        keys = ("seconds", "returned_s", "cpu_s", "source_cpu_s")
+        both.append(replace(each, **{key: getattr(each, key) + getattr(more, key) for key in keys}))
+    return replace(one, measured=tuple(both))
 
 
 def fit(way: str, reports: Sequence[BenchReport], ranks: int) -> Line:
@@ -152,7 +185,7 @@ def line_picture(lines: Sequence[Line], path: Path, title: str) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     left.set(xlim=(0, None), ylim=(0, None))
-    left.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.suptitle(title, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -182,12 +215,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where made towers stay")
     parser.add_argument("--size", default="1B", help="whose layers the towers have (default: 1B, shards of 1.07 GB)")
     parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="in each direction (default: 3)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     ranks = tuple(map(int, args.ranks.split(",")))
     towers = [make_sharded_tower(args.work, args.size, shards) for shards in SHARDS]
-    reports = [bench(tower, ways=WAYS, ranks=ranks, rounds=args.rounds, work=args.work / "cache") for tower in towers]
+    reports = measure(towers, ranks=ranks, rounds=args.rounds, work=args.work / "cache")
     lines = [fit(way, reports, count) for count in ranks for way in WAYS]
     command = f"python -m benchmarks.linear --size {args.size} --ranks {args.ranks} --rounds {args.rounds}"
     Console(width=120).print(line_table(lines, command))

@@ -71,27 +71,29 @@ def bench_picture(report: BenchReport, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    for way in dict.fromkeys(each.way for each in report.measured):
-        _draw(left, right, report, way)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
+    colors = plt.get_cmap("tab20").colors
+    for number, way in enumerate(dict.fromkeys(each.way for each in report.measured)):
+        _draw(left, right, report, way, colors[number % len(colors)])
     left.set(xlabel="ranks on this node", ylabel="seconds until every rank has read its tower", ylim=(0, None))
     right.set(xlabel="ranks on this node", ylabel="memory of all ranks, towers", ylim=(0, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.set_xticks(sorted({each.ranks for each in report.measured}))
-    left.legend(fontsize=8)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     figure.suptitle(f"{report.tower}, {report.machine['cores']} cores; {versions}", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _draw(left: Any, right: Any, report: BenchReport, way: str) -> None:
+def _draw(left: Any, right: Any, report: BenchReport, way: str, color: Any) -> None:
     rows = [each for each in report.measured if each.way == way]
     ranks = [each.ranks for each in rows]
     line = "-o" if way.startswith("safeload") else "--x"
     low = [each.median_s - min(each.seconds) for each in rows]
     high = [max(each.seconds) - each.median_s for each in rows]
-    left.errorbar(ranks, [each.median_s for each in rows], yerr=[low, high], fmt=line, label=way, capsize=2)
+    medians = [each.median_s for each in rows]
+    left.errorbar(ranks, medians, yerr=[low, high], fmt=line, label=way, capsize=2, color=color)
     if way != "sha256":
-        right.plot(ranks, [each.pss_bytes / report.tower_bytes for each in rows], line, label=way)
+        right.plot(ranks, [each.pss_bytes / report.tower_bytes for each in rows], line, color=color)

@@ -137,6 +137,13 @@ def _lines(seconds):
     return linear.fit("safeload", reports, 2), reports
 
 
+def test_a_tower_that_was_measured_twice_has_the_rounds_of_both():
+    first, second = (_report([_measured("safeload", 2, (value, value))]) for value in (1.0, 3.0))
+    joined = linear.join(first, second).find("safeload", 2)
+    assert joined.seconds == (1.0, 1.0, 3.0, 3.0)
+    assert joined.source_cpu_s == (1.5, 1.5, 4.5, 4.5)
+
+
 def test_a_line_says_how_far_the_worst_is_off(tmp_path):
     straight, reports = _lines((1.1, 2.1, 3.1, 4.1))
     assert straight.deviation == pytest.approx(0, abs=1e-9)
