@@ -65,7 +65,6 @@ def test_the_readme_quotes_what_was_found():
     assert quoting.requote(text, README.parent) == text
 
 
-@pytest.mark.xfail(strict=True, reason="the README waits for figures from a quiet machine; then this mark goes")
 def test_the_readme_quotes_a_result():
     assert quoting.QUOTE.search(README.read_text(encoding="utf-8").partition("## What a load costs")[2])
 
