@@ -26,6 +26,7 @@ __all__ = ["Offer", "node_key", "take"]
 _BATCH: Final = 200  # the kernel takes 253 in one message
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 30.0  # for one receiver that has connected
+_TAKE_TIMEOUT: Final = timedelta(seconds=30)
 
 
 def node_key() -> str:
@@ -97,7 +98,7 @@ def _is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def take(address: str, count: int, *, timeout: timedelta) -> list[int]:
+def take(address: str, count: int, *, timeout: timedelta = _TAKE_TIMEOUT) -> list[int]:
     """Receive the descriptors of an `Offer`.
 
     Args:

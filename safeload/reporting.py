@@ -29,20 +29,22 @@ def pss_bytes() -> int | None:
 
     Ranks: local.
     """
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return None
+    kib = _kib("smaps_rollup", "Pss")
+    return None if kib is None else kib * 1024
 
 
 def _anonymous_kib() -> int:
     """Return this process's resident anonymous memory, of which the kernel keeps count, unlike of PSS."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("RssAnon:"):
+    return _kib("status", "RssAnon") or 0
+
+
+def _kib(file: str, name: str) -> int | None:
+    """Return a number of KiB that `/proc/self` tells in a line `name: number kB`; None where it does not."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self", file).read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1])
-    return 0
+    return None
 
 
 class MemoryMeter:

@@ -13,8 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -26,8 +25,6 @@ from safeload.mapping import ALIGN_BYTES, Arena, can_map, map_private, view
 from safeload.planning import LoadPlan
 
 __all__ = ["Answer", "Blocks", "Choice", "Layout", "choose", "offer", "receive_blocks", "take_over"]
-
-_TAKE_TIMEOUT: Final = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +194,7 @@ def take_over(layout: Layout, *, device: torch.device) -> tuple[Blocks | None, A
     if device.type != "cpu" or layout.node != here:
         return None, Answer(device=str(device), node=here, has_blocks=False)
     try:
-        fds = take(layout.address, len(layout.sizes), timeout=_TAKE_TIMEOUT)
+        fds = take(layout.address, len(layout.sizes))
     except GroupError as error:
         return None, Answer(device=str(device), node=here, has_blocks=False, problem=error.message)
     return Blocks(fds, layout), Answer(device=str(device), node=here, has_blocks=True)

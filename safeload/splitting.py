@@ -11,8 +11,7 @@ import json
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 from safeload.chunking import ChunkList
 from safeload.errors import GroupError
@@ -23,8 +22,6 @@ from safeload.opening import Opened, cores_here
 from safeload.sharing import offer
 
 __all__ = ["Split", "split_chunks"]
-
-_TAKE_TIMEOUT: Final = timedelta(seconds=30)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +94,7 @@ def _take_part(own: Split, letter: dict[str, Any]) -> None:
     if letter["node"] != node_key() or None in known:  # elsewhere, or without the library that computes these digests
         return
     try:
-        own.fds = tuple(take(letter["address"], len(known) + 1, timeout=_TAKE_TIMEOUT))
+        own.fds = tuple(take(letter["address"], len(known) + 1))
     except GroupError:
         return
     own.known = tuple(chunks for chunks in known if chunks is not None)
