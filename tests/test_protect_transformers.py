@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -43,6 +44,23 @@ def examples() -> list[dict[str, torch.Tensor]]:
     return [{"images": pixels(seed)[0], "labels": torch.ones(4) * seed} for seed in range(8)]
 
 
+def training_arguments(folder: Path, steps: int, **more: Any) -> TrainingArguments:
+    """Return what both trainings have in common: they save at the second step, and decay what they may."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=0.1,
+        weight_decay=0.5,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **more,
+    )
+
+
 def _help_the_older_stack_to_resume(folder: Path) -> None:
     """With this torch its own way of resuming on CPU fails, tower or not: a device called cpu:0, states of numpy."""
     if Version(accelerate.__version__) >= Version("1.10"):
@@ -65,17 +83,9 @@ def test_the_trainer_under_fsdp2_trains_saves_evaluates_and_resumes(efficient, t
         want = tensors_of(tower)
         model = Sharded(tower)
         places = {name: (id(p), p.data_ptr()) for name, p in tower.named_parameters()}
-        args = TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=steps,
-            per_device_train_batch_size=2,
-            learning_rate=0.1,
-            weight_decay=0.5,
-            save_steps=2,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+        args = training_arguments(
+            tmp_path,
+            steps,
             fsdp=True,
             fsdp_config={
                 "version": 2,
@@ -105,21 +115,7 @@ def test_the_trainer_trains_saves_evaluates_and_resumes(kind, tmp_path):
     places = {name: (id(p), p.data_ptr()) for name, p in tower.named_parameters()}
 
     def trainer(model: nn.Module, steps: int) -> Trainer:
-        args = TrainingArguments(
-            output_dir=str(tmp_path / "out"),
-            max_steps=steps,
-            per_device_train_batch_size=2,
-            learning_rate=0.1,
-            weight_decay=0.5,
-            max_grad_norm=1.0,
-            save_steps=2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            bf16=kind == "clip",
-            dataloader_pin_memory=False,
-        )
+        args = training_arguments(tmp_path / "out", steps, max_grad_norm=1.0, logging_steps=1, bf16=kind == "clip")
         return Trainer(model=model, args=args, train_dataset=examples(), eval_dataset=examples())
 
     model = Answering(tower, WIDTHS[kind])
