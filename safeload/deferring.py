@@ -232,7 +232,7 @@ class Early:
                 self.mode.refuse_looked(self.filling, self.contents)
         if tried.failed:
             return None
-        self.filling.want(_wanted(places, load_plan, jobs, self.filling), self.arena.fd)
+        self.filling.want(_wanted(places, load_plan, jobs, self.filling), self.arena.backed())
         order = sorted(range(len(places)), key=lambda number: comes_from[number] or (-1, number, 0))
         return Built(
             module=self.module,

@@ -27,6 +27,7 @@ from safeload.chunking import ChunkHasher, ChunkList
 from safeload.errors import SourceError
 from safeload.headers import HeaderWatch, parse_header_size
 from safeload.holding import Memory, freeze, new_memory, require_memory, write_at
+from safeload.paging import Backed
 from safeload.reading import OpenedFile, copy_hashed, read_start
 from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile, header_watches, path_of
 from safeload.waiting import Check, Workers, wait_for
@@ -75,13 +76,26 @@ class _Target:
         self._filled = 0  # bytes from the beginning that were taken
         self._behind = 0  # bytes from the beginning that were kept as they are before it was known what is wanted
         self._wanted: Wanted | None = None
-        self._arena_fd = -1
+        self._backed: Backed | None = None  # not as long as somebody may look at it: the kernel tells by small pages
+        self._arena: Backed | None = None
         self._next_cast = 0
 
-    def want(self, wanted: Wanted, arena_fd: int) -> None:
+    def want(self, wanted: Wanted, arena: Backed) -> None:
         with self.news:
-            self._wanted, self._arena_fd = wanted, arena_fd
+            self._wanted, self._arena = wanted, arena
+            self._back(wanted.ranges)
         self.decided.set()
+
+    def want_all(self) -> None:
+        """Keep all bytes as they are."""
+        with self.news:
+            if self._wanted is None:
+                self._back(((0, self.file.size_bytes),))
+        self.decided.set()
+
+    def _back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        if self.memory_fd is not None:
+            self._backed = Backed(self.memory_fd, ranges)
 
     def is_ready(self, end: int) -> bool:
         """Whether the bytes up to `end` are where they are wanted."""
@@ -111,6 +125,8 @@ class _Target:
         self._refuse_late()
         if self._wanted is not None:
             self._catch_up(self._wanted)
+        if self._backed is not None:
+            self._backed.close()
         with self.news:
             self.news.notify_all()
 
@@ -120,8 +136,13 @@ class _Target:
 
     def _keep(self, offset: int, chunk: memoryview) -> None:
         self._behind = offset + len(chunk)
-        if self.memory_fd is not None:
-            write_at(self.memory_fd, chunk, offset, path=self.file.path)
+        self._write(chunk, offset)
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        if self._backed is not None:
+            self._backed.write(data, offset, path=self.file.path)
+        elif self.memory_fd is not None:
+            write_at(self.memory_fd, data, offset, path=self.file.path)
 
     def _catch_up(self, wanted: Wanted) -> None:
         """Cast what was read before it was known to be wanted, and give back what is not wanted."""
@@ -142,7 +163,7 @@ class _Target:
         for begin, end in wanted.ranges:
             first, last = max(begin, offset), min(end, offset + len(chunk))
             if first < last:
-                write_at(self.memory_fd, chunk[first - offset : last - offset], first, path=self.file.path)
+                self._write(chunk[first - offset : last - offset], first)
 
     def _cast(self, wanted: Wanted, offset: int, chunk: memoryview) -> None:
         casts, at, stop = wanted.casts, self._next_cast, offset + len(chunk)
@@ -158,7 +179,9 @@ class _Target:
         size = cast.source_dtype.itemsize  # chunks end at multiples of it: see `Cast`
         cast_bytes = torch.frombuffer(piece, dtype=cast.source_dtype).to(cast.target_dtype).view(torch.uint8)
         at = cast.target + (first - cast.begin) // size * cast.target_dtype.itemsize
-        write_at(self._arena_fd, cast_bytes.numpy().data, at, path=self.file.path)
+        if self._arena is None:
+            raise AssertionError("a cast that is wanted in no arena")
+        self._arena.write(cast_bytes.numpy().data, at, path=self.file.path)
 
 
 def _punch(fd: int, keep: Sequence[tuple[int, int]], end: int) -> None:
@@ -246,10 +269,10 @@ class Filling:
         if not self._futures:
             self._futures = [self._workers.submit(self._read, target) for target in self._targets]
 
-    def want(self, wanted: Sequence[Wanted], arena_fd: int) -> None:
+    def want(self, wanted: Sequence[Wanted], arena: Backed) -> None:
         """Say what is wanted of each weight file, in their order; without it all bytes are kept as they are."""
         for target, each in zip(self._targets, wanted, strict=True):
-            target.want(each, arena_fd)
+            target.want(each, arena)
 
     def wait_until(self, number: int, end: int, *, check: Check | None = None) -> None:
         """Wait until the bytes of a weight file are where they are wanted, up to `end`.
@@ -283,7 +306,7 @@ class Filling:
         """
         self.start()
         for target in self._targets:
-            target.decided.set()
+            target.want_all()
         try:
             pairs = zip(self._futures, self._targets, strict=True)
             files = [wait_for(future, check=check, doing=target.describe) for future, target in pairs]

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 import torch
 
 from safeload.errors import SourceError
 from safeload.holding import freeze, has_sealed_memory, new_memory, write_at
+from safeload.paging import Backed, Window
 
 __all__ = ["ALIGN_BYTES", "WINDOW_BYTES", "Arena", "Mapped", "can_map", "map_private", "mapped_now", "view"]
 
@@ -54,8 +55,15 @@ def map_private(fd: int, size_bytes: int) -> torch.UntypedStorage:
             f"{os.readlink(f'/proc/self/fd/{fd}')}: {now_bytes} bytes now, {size_bytes} when it was opened: something "
             "writes to it, and memory='mapped' is for storage that nobody writes to."
         )
-    mapping: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=False, nbytes=size_bytes)
-    return cast(torch.UntypedStorage, mapping)
+    return _map(fd, size_bytes, shared=False)
+
+
+def _map(fd: int, size_bytes: int, *, shared: bool) -> torch.UntypedStorage:
+    try:
+        window = Window(fd, size_bytes, shared=shared)
+    except OSError as error:
+        raise MemoryError(f"{size_bytes} bytes cannot be mapped: {error.strerror}") from error
+    return torch.frombuffer(window.buffer, dtype=torch.uint8, count=size_bytes, offset=window.shift).untyped_storage()
 
 
 def view(mapping: torch.UntypedStorage, offset_bytes: int, size_bytes: int) -> torch.Tensor:
@@ -110,6 +118,10 @@ class Arena:
         write_at(self.fd, data, begin, path=_ARENA)
         return begin
 
+    def backed(self) -> Backed:
+        """Return what writes to pieces that were reserved, when no more will be asked for."""
+        return Backed(self.fd, [(0, self.used_bytes)])
+
     def writable(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return pieces that can be written to; it cannot be frozen while one of them lives.
 
@@ -117,7 +129,8 @@ class Arena:
             offsets: From `reserve`.
             sizes: In bytes, as reserved.
         """
-        mapping: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self.fd}", shared=True, nbytes=self.used_bytes)
+        self.backed().prepare(0, self.used_bytes)
+        mapping = _map(self.fd, self.used_bytes, shared=True)
         return tuple(view(mapping, *piece) for piece in zip(offsets, sizes, strict=True))
 
     def cut(self) -> None:
