@@ -2,10 +2,15 @@
 
     python -m benchmarks.reach --work /tmp/towers [--size 0.3B] [--ranks 2,4] [--rounds 7] [--cold] [--results FOLDER]
 
-All ways take turns in one run, in the same processes (A B C A B C), and each is held to the values that
-`from_pretrained` gives before anything is timed. Prints a row a target and the machine's own limits, and keeps JSON and
-a picture, named by size and date. Ways of libraries that are not installed (`pip install 'safeload[peers]'`) are left
-out, and their rows say so.
+Each target is a race of two: the way and what it is compared with take turns in the same processes (A B A B), and each
+is held to the values that `from_pretrained` gives before anything is timed. Then all ways take turns, for the overview:
+there a way also meets what the others have left, such as free memory that a virtual machine's host has taken back and
+has to give again, which costs whoever is next more than the load. Prints a row a target and the machine's own limits,
+and keeps JSON and a picture, named by size and date. Ways of libraries that are not installed (`pip install
+'safeload[peers]'`) are left out, and their rows say so.
+
+Warm files are in memory as a read from the disk leaves them; what `save_pretrained` has just written lies in smaller
+pages, which every mapping of them pays for (`safeload.chilling.read_anew`).
 
 `--cold` drops the tower's files from the page cache before each load: `fsync`, then `posix_fadvise(DONTNEED)`, which
 needs no root and leaves other files alone. Pages that a process maps would stay, so every rank has let go of its tower
@@ -107,15 +112,32 @@ def ways(targets: Sequence[Target], beside: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, *beside]))
 
 
-def reached(report: BenchReport, targets: Sequence[Target], ranks: Sequence[int]) -> list[Reached]:
-    """Hold a report to targets.
+def races(targets: Sequence[Target]) -> tuple[tuple[str, ...], ...]:
+    """Return the ways that run against each other: what a target's way is compared with, and the way."""
+    return tuple(dict.fromkeys((target.to, target.way) for target in targets if target.to))
+
+
+def reached(reports: Sequence[BenchReport], targets: Sequence[Target], ranks: Sequence[int]) -> list[Reached]:
+    """Hold reports to targets.
 
     Args:
-        report: With the ways of the targets, but for those it says it left out.
+        reports: Of the races. A target is held to the first one with its ways, also where they were left out.
         targets: Targets.
         ranks: Numbers of ranks that were measured.
     """
-    return [_row(report, target, count) for target in targets for count in target.most if count in ranks]
+    return [
+        _row(_report_of(reports, target), target, count)
+        for target in targets
+        for count in target.most
+        if count in ranks
+    ]
+
+
+def _report_of(reports: Sequence[BenchReport], target: Target) -> BenchReport:
+    wanted = {target.way, target.to} - {""}
+    return next(
+        report for report in reports if wanted <= {each.way for each in report.measured} | set(report.left_out)
+    )
 
 
 def _row(report: BenchReport, target: Target, ranks: int) -> Reached:
@@ -150,18 +172,28 @@ def reach_table(rows: Sequence[Reached], title: str) -> Table:
     return table
 
 
-def keep(report: BenchReport, rows: Sequence[Reached], folder: Path, name: str, command: str) -> None:
+def keep(
+    report: BenchReport,
+    rows: Sequence[Reached],
+    folder: Path,
+    name: str,
+    command: str,
+    *,
+    raced: Sequence[BenchReport] = (),
+) -> None:
     """Write JSON and a picture.
 
     Args:
-        report: The report.
+        report: Of all ways in turn.
         rows: From `reached`.
         folder: Where.
         name: Of both files.
         command: What was run.
+        raced: The reports behind the rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kept = {"command": command, "reach": [asdict(row) for row in rows], **json.loads(report.to_json())}
+    kept["races"] = [json.loads(each.to_json()) for each in raced]
     (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     bench_picture(report, folder / f"{name}.png")
 
@@ -172,29 +204,29 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where made towers stay")
     parser.add_argument("--size", default="0.3B")
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="of each race")
+    parser.add_argument("--overview", type=int, default=3, help="rounds of all ways in turn")
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each load")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     ranks = tuple(map(int, args.ranks.split(",")))
     targets, beside = (COLD_TARGETS, COLD_BESIDE) if args.cold else (TARGETS, BESIDE)
     folder = make_tower(args.work, args.size)
-    report = bench(
-        folder,
-        ways=ways(targets, beside),
-        ranks=ranks,
-        rounds=args.rounds,
-        work=args.work / "cache",
-        cold=args.cold,
-        optional=True,
-    )
+
+    def run(of: Sequence[str], rounds: int) -> BenchReport:
+        work = args.work / "cache"
+        return bench(folder, ways=of, ranks=ranks, rounds=rounds, work=work, cold=args.cold, optional=True)
+
+    raced = [run(pair, args.rounds) for pair in races(targets)]
+    report = run(ways(targets, beside), args.overview)
     cold = " --cold" if args.cold else ""
     command = f"python -m benchmarks.reach --size {args.size} --ranks {args.ranks} --rounds {args.rounds}{cold}"
-    rows = reached(report, targets, ranks)
-    print(bench_table(report))
+    rows = reached(raced, targets, ranks)
+    for each in (*raced, report):
+        print(bench_table(each))
     Console(width=100).print(reach_table(rows, f"reach, {report.tower}, {args.rounds} rounds"))
     name = f"reach-{args.size}{'-cold' if args.cold else ''}-{date.today().isoformat()}"
-    keep(report, rows, args.results, name, command)
+    keep(report, rows, args.results, name, command, raced=raced)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Drop files from the page cache, so that a load meets a cold disk; and look how much of them is there.
+"""Drop files from the page cache, so that a load meets a cold disk; look how much is there; and read them anew.
 
 It needs no rights beyond being able to open the files, unlike `/proc/sys/vm/drop_caches`, and touches no other file:
 `posix_fadvise(DONTNEED)` asks the kernel to let go of a file's clean pages, which after `fsync` are all. It is no
@@ -12,8 +12,11 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable
+from typing import Final
 
-__all__ = ["drop", "resident_share"]
+__all__ = ["drop", "read_anew", "resident_share"]
+
+_READ_BYTES: Final = 4 << 20
 
 
 def drop(paths: Iterable[str]) -> None:
@@ -34,6 +37,25 @@ def drop(paths: Iterable[str]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
+
+
+def read_anew(paths: Iterable[str]) -> None:
+    """Drop files and read them from the disk, from beginning to end, as a load does.
+
+    What a writer leaves in the page cache are pages as small as its writes, which every mapping of them pays for: with
+    this, files are in memory in the same way whoever has written them.
+
+    Args:
+        paths: The files; those that a process maps stay as they are.
+    """
+    found = tuple(paths)
+    drop(found)
+    buffer = bytearray(_READ_BYTES)
+    for path in found:
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while file.readinto(buffer):
+                pass
 
 
 def resident_share(paths: Iterable[str]) -> float | None:

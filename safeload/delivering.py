@@ -94,6 +94,16 @@ class Filled:
     uses_chunks: bool = False
     summing: Summing | None = None
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether every rank has its tower before the bytes are there; the same on every rank."""
+        return self.choice.transport != "broadcast"
+
+    def check_sealed(self) -> None:
+        """Make sure, after the verdict, that memory which should be sealed is; see `Blocks.check_sealed`."""
+        if self.blocks is not None:
+            self.blocks.check_sealed()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:

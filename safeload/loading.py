@@ -193,11 +193,15 @@ def safe_from_pretrained(
         if request.verdict == "first_use":
             meter.end()
             return _return_early(call, filled, sourced, meter)
+        # What is mapped is protected while it is still being verified; what was sent has to be fingerprinted for that.
+        tower = ranks.agree("protect", lambda: _protect(call, filled)) if filled.is_mapped else None
         with call.clock.stage("verify"):
             agree = split.agrees(ranks) if split is not None and filled.uses_chunks else None
             ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
-        meter.end()  # all bytes are there; it is read while the tower is protected
-        tower = ranks.agree("protect", lambda: _protect(call, filled))
+        meter.end()  # all bytes are there
+        if tower is None:
+            tower = ranks.agree("protect", lambda: _protect(call, filled))
+        ranks.agree("sealed", filled.check_sealed)
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
         tower_state(tower).report = report
         if ranks.is_source:
@@ -249,8 +253,6 @@ def _finish_behind(sourced: Sourced, promise: Promise, *, owned: ExitStack) -> N
 def _protect(call: Call, filled: Filled, *, verdict: Callable[[], None] | None = None) -> nn.Module:
     request, originals = call.request, None
     if filled.blocks is not None:
-        if verdict is None:
-            filled.blocks.check_sealed()
         untouched = filled.blocks.map(filled.load_plan)  # a mapping of its own: the module's writes do not reach it
         make = functools.partial(tensors_of, filled.load_plan, untouched, device=_CPU)  # no reference to the module
         originals = functools.cache(make)

@@ -1,7 +1,7 @@
 """Run ways to load a tower in turn, on every rank of a group, and measure each; `safeload.benching` starts the ranks.
 
-Before anything is timed each way loads once, which warms it up, and what it loaded is compared with what
-`from_pretrained` gives, value by value: a way that is fast and wrong would be no yardstick.
+Before anything is timed the files are read from the disk, once, and each way loads once, which warms it up. What it
+loaded is compared with what `from_pretrained` gives, value by value: what is fast and wrong would be no yardstick.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from safeload.chilling import drop, resident_share
+from safeload.chilling import drop, read_anew, resident_share
 from safeload.errors import SafeLoadError
 from safeload.peers import PEERS, hash_files
 from safeload.reporting import MemoryMeter, pss_bytes
@@ -88,6 +88,7 @@ def race(what: Race) -> dict[str, Any]:
     _meet_over_tcp()
     model_class = load_class(what.folder)
     _prepare(model_class, what)
+    _warm(what.files())
     loads = {way: _load_by(way, model_class, what) for way in what.ways}
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in what.ways}
     for way, load in loads.items():
@@ -137,6 +138,16 @@ def _prepare(model_class: Any, what: Race) -> None:
     for prepare in dict.fromkeys(PEERS[way].prepare for way in what.ways if way in PEERS):
         if prepare is not None and dist.get_rank() == 0:
             prepare(model_class, what.folder, what.work)
+    dist.barrier()
+
+
+def _warm(paths: Sequence[str]) -> None:
+    """Let the first rank read the files from the disk, where the system can drop them before; the others wait."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        with contextlib.suppress(NotImplementedError):
+            read_anew(paths)
     dist.barrier()
 
 

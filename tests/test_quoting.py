@@ -48,7 +48,7 @@ def _all_ways(seconds=1.0, **others):
 def quoted(tmp_path):
     """A README that quotes a result, not yet written."""
     report = _report(_all_ways(), left_out={"runai": "runai-model-streamer is not installed"})
-    reach.keep(report, reach.reached(report, reach.TARGETS, (2, 4)), tmp_path, "made", "python -m benchmarks.reach")
+    reach.keep(report, reach.reached([report], reach.TARGETS, (2, 4)), tmp_path, "made", "python -m benchmarks.reach")
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- quoted: made.json -->\nold\n<!-- end of quote -->\nafter\n")
     return readme
@@ -98,7 +98,7 @@ def test_every_way_that_reach_measures_can_be_quoted():
 
 
 def _verdicts(report, ranks=(2, 4), targets=reach.TARGETS):
-    return {(row.what, row.ranks): row.verdict for row in reach.reached(report, targets, ranks)}
+    return {(row.what, row.ranks): row.verdict for row in reach.reached([report], targets, ranks)}
 
 
 def test_targets_are_met_or_missed_by_what_was_measured():
