@@ -29,10 +29,8 @@ _SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _LARGEST_BYTES: Final = 32 * 1024**2  # on arm64 a huge page may have 512 MiB: no use for towers
 _MADV_COLLAPSE: Final = 25
 _MAP_FIXED: Final = 0x10
-_AHEAD_PAGES: Final = (4, 32)  # asked for at a time, first and at most: each call drains lists on every core
-_MOST_S_PER_BYTE: Final = (
-    0.5e-9  # what small pages cost: a virtual machine may have to ask its host for huge ones first
-)
+_AHEAD_PAGES: Final = 4  # asked for at a time: each call takes its time, and makes the kernel drain lists on every core
+_MOST_S_PER_BYTE: Final = 0.3e-9  # less than small pages cost: a virtual machine may have to ask its host for huge ones
 
 
 @functools.cache
@@ -103,7 +101,6 @@ class Backed:
         found = [number for begin, end in ranges for number in range(-(-begin // page), end // page)] if page else []
         self._due = set(found)
         self._window: Window | None = None
-        self._ahead_pages, self._most_pages = _AHEAD_PAGES
         self._end = max(found, default=-1) + 1
 
     def write(self, data: memoryview, offset: int, *, path: Path) -> None:
@@ -138,9 +135,8 @@ class Backed:
     def _collapse(self, first: int) -> None:
         """Back a run of pages that are due, from `first` on; ask for none any more where that fails or takes long."""
         stop = first
-        while stop in self._due and stop < first + self._ahead_pages:
+        while stop in self._due and stop < first + _AHEAD_PAGES:
             stop += 1
-        self._ahead_pages = min(2 * self._ahead_pages, self._most_pages)
         start = time.perf_counter()
         try:
             self._ask_for(first, stop)
