@@ -18,8 +18,9 @@ from typing import Any, Final
 
 import torch
 import torch.nn.init
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["clean_contexts", "plain_tensors", "pristine"]
+__all__ = ["clean_contexts", "plain_tensors", "pristine", "unfilled_meta"]
 
 # With both set, transformers and accelerate take every rank but the first for one that need not be filled.
 _FSDP_ENVIRONMENT: Final = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -60,9 +61,13 @@ def _candidates() -> Iterator[tuple[Any, str, str]]:
         for owner_name, names in owners.items():
             owner = getattr(module, owner_name, None)
             yield from ((owner, name, f"{owner_name}.{name}") for name in names if owner is not None)
+    yield from ((torch.nn.init, name, name) for name in _initialisers())
+
+
+def _initialisers() -> Iterator[str]:
     for name, current in vars(torch.nn.init).items():
         if isinstance(current, types.FunctionType) and name.endswith("_") and not name.startswith("_"):
-            yield torch.nn.init, name, name
+            yield name
 
 
 def _patched_functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -175,3 +180,29 @@ def plain_tensors(device: torch.device) -> Iterator[None]:
         if torch.get_default_device() != device:  # a device context is a call of Python around every operation
             stack.enter_context(torch.device(device))
         yield
+
+
+class _UnfilledMeta(TorchFunctionMode):
+    """Leaves a tensor on meta as it is where a function of `torch.nn.init` would fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fills = frozenset(vars(torch.nn.init)[name] for name in _initialisers())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in self._fills:
+            tensor = args[0] if args else given.get("tensor")
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **given)
+
+
+def unfilled_meta() -> contextlib.AbstractContextManager[object]:
+    """Construct a module on meta inside this, within `clean_contexts`: what has no values is not given random ones.
+
+    Filling it has no effect, and torch does it in Python, tensor by tensor. Tensors elsewhere are filled as ever.
+
+    Ranks: local.
+    """
+    return _UnfilledMeta()

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from safeload.ambient import clean_contexts
+from safeload.ambient import clean_contexts, unfilled_meta
 from safeload.errors import CheckpointError, SafeLoadError, SourceError
 from safeload.families import dtype_keyword, family
 from safeload.fitting import architectures, check_fit
@@ -117,7 +117,7 @@ def build_peer(
     make = constructor(model_class, recipe, config=config, folder=folder, kwargs=dict(model_kwargs or {}))
     dtype = getattr(torch, recipe.dtype)
     try:
-        with clean_contexts(device=_META, dtype=dtype):
+        with clean_contexts(device=_META, dtype=dtype), unfilled_meta():
             module = make()
     except (NotImplementedError, RuntimeError):  # a constructor that reads its tensors' values cannot run on meta
         with clean_contexts(device=_CPU, dtype=dtype):

@@ -31,7 +31,7 @@ from safeload.examining import Contents
 from safeload.filling import Cast, Filling, Wanted
 from safeload.headers import Header
 from safeload.mapping import Arena, Mapped, mapped_now, view
-from safeload.planning import LoadPlan, plan, reorder, segment_views
+from safeload.planning import LoadPlan, bytes_from, plan, reorder, segment_beginnings
 from safeload.sealing import SealedCheckpoint
 from safeload.staging import stage
 
@@ -335,10 +335,11 @@ def _survey(module: nn.Module, fds: Sequence[int], arena: Arena) -> tuple[LoadPl
     known = mapped_now([*fds, arena.fd])
     alignments = _alignments(load_plan)
     places = []
-    for number, segment in enumerate(segment_views(module, load_plan)):
-        found = known.locate(segment.data_ptr(), segment.numel())
+    for number, tensor in enumerate(segment_beginnings(module, load_plan)):
+        size_bytes = load_plan.segments[number].size_bytes
+        found = known.locate(tensor.data_ptr(), size_bytes)
         if found is None or found[1] % alignments[number]:
-            found = len(fds), arena.put(segment.numpy().data)
+            found = len(fds), arena.put(bytes_from(tensor, size_bytes).numpy().data)
         places.append(Place(block=found[0], offset_bytes=found[1]))
     arena.cut()
     return load_plan, tuple(places)

@@ -93,9 +93,12 @@ def check_kinds(module: nn.Module, tensors: Sequence[TensorEntry], origin: str) 
     Ranks: source only.
     """
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-    longer = {suffix: name for name in own for suffix in _suffixes(name) if "." in suffix}
-    stored = {longer[entry.name]: entry for entry in tensors if entry.name in longer}
-    stored |= {suffix: entry for entry in tensors for suffix in _suffixes(entry.name) if suffix in own}
+    stored = {entry.name: entry for entry in tensors if entry.name in own}
+    others = [entry for entry in tensors if entry.name not in own]
+    longer = {suffix: name for name in own for suffix in _suffixes(name) if "." in suffix} if others else {}
+    renamed = {longer[entry.name]: entry for entry in others if entry.name in longer}
+    renamed |= {suffix: entry for entry in others for suffix in _suffixes(entry.name) if suffix in own}
+    stored = renamed | stored
     wrong = {
         name: f"{entry.dtype} in the checkpoint, {str(own[name].dtype).removeprefix('torch.')} in the module"
         for name, entry in sorted(stored.items())

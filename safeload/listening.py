@@ -165,14 +165,25 @@ def place_parts(tower: nn.Module, protection: Protection) -> None:
     for kept in protection.kept:
         tensors.setdefault(id(kept.owner()), []).append(kept)
     known = {id(part.module()): part for part in protection.parts}
+    within: dict[int, dict[int, None]] = {}
     for path, part in tower.named_modules():
-        within = [id(each) for each in part.modules()]
+        inside = _inside(part, within)
         part.__dict__[PART] = _Mark(
             protection,
             path,
-            tuple(kept for each in within for kept in tensors.get(each, ())),
-            tuple(known[each] for each in within),
+            tuple(kept for each in inside for kept in tensors.get(each, ())),
+            tuple(known[each] for each in inside),
         )
+
+
+def _inside(part: nn.Module, found: dict[int, dict[int, None]]) -> dict[int, None]:
+    """Return the ids of what `part.modules()` lists, in its order; `found` keeps them, so that each is listed once."""
+    if id(part) not in found:
+        inside = {id(part): None}
+        for child in part._modules.values():
+            inside |= {} if child is None else _inside(child, found)
+        found[id(part)] = inside
+    return found[id(part)]
 
 
 def remove_part(part: nn.Module) -> None:

@@ -253,9 +253,9 @@ def _finish_behind(sourced: Sourced, promise: Promise, *, owned: ExitStack) -> N
 def _protect(call: Call, filled: Filled, *, verdict: Callable[[], None] | None = None) -> nn.Module:
     request, originals = call.request, None
     if filled.blocks is not None:
-        untouched = filled.blocks.map(filled.load_plan)  # a mapping of its own: the module's writes do not reach it
-        make = functools.partial(tensors_of, filled.load_plan, untouched, device=_CPU)  # no reference to the module
-        originals = functools.cache(make)
+        load_plan, untouched = filled.load_plan, filled.blocks.map_for_later(filled.load_plan)
+        # in a mapping of its own, which the module's writes do not reach, and without a reference to the module
+        originals = functools.cache(lambda: tensors_of(load_plan, untouched(), device=_CPU))
     tower = protect(
         filled.module,
         name=type(filled.module).__name__,

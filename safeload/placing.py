@@ -118,11 +118,15 @@ def _tensor(spec: TensorSpec, segments: tuple[torch.Tensor, ...], device: torch.
     dtype = spec.torch_dtype
     if spec.segment < 0:
         return torch.empty_strided(spec.shape, spec.strides, dtype=dtype, device=device)
-    raw = segments[spec.segment][spec.offset_bytes :]
-    whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize]
+    raw = segments[spec.segment]
+    if spec.offset_bytes:
+        raw = raw[spec.offset_bytes :]
+    odd_bytes = raw.numel() % dtype.itemsize
+    if odd_bytes:
+        raw = raw[:-odd_bytes]
     if spec.offset_bytes % dtype.itemsize:  # a view into foreign memory that torch cannot address: give it its own
-        whole = whole.clone()
-    return whole.view(dtype).as_strided(spec.shape, spec.strides)
+        raw = raw.clone()
+    return raw.view(dtype).as_strided(spec.shape, spec.strides)
 
 
 def tensors_of(
@@ -189,7 +193,7 @@ def place(
         else:
             made[spec.name] = made[spec.same_as]
         _put(owners, spec, made[spec.name])
-    meta = sorted(item.name for item in named_tensors(module) if item.tensor.is_meta)
+    meta = sorted(name for name, tensor in ours.items() if tensor.is_meta and name not in made)
     if meta:
         raise CheckpointError(f"still on the meta device after the load: {', '.join(meta)}", missing=meta)
     own = sum(spec.same_as is None for spec in load_plan.tensors)

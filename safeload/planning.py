@@ -11,9 +11,11 @@ overlapping tensors share a segment, so that each byte is sent once and aliases 
 from __future__ import annotations
 
 import bisect
+import functools
 import json
+import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any, Final, Literal
 
@@ -22,10 +24,23 @@ from torch import nn
 
 from safeload.errors import CheckpointError
 
-__all__ = ["LoadPlan", "NamedTensor", "Segment", "TensorSpec", "named_tensors", "plan", "reorder", "segment_views"]
+__all__ = [
+    "LoadPlan",
+    "NamedTensor",
+    "Segment",
+    "TensorSpec",
+    "bytes_from",
+    "named_tensors",
+    "plan",
+    "reorder",
+    "segment_beginnings",
+    "segment_views",
+]
 
 Kind = Literal["parameter", "buffer", "attribute"]
+_Found = tuple[str, Kind, torch.Tensor, bool]  # the fields of a NamedTensor
 _PLAN_FORMAT: Final = 2
+_MODULES_OWN: Final = frozenset(vars(nn.Module()))  # attributes that every module has: tables of tensors, hooks, flags
 _PLAIN_TYPES: Final = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
 
 
@@ -68,15 +83,28 @@ class TensorSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch knows it."""
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
+        dtype = _dtype_named(self.dtype)
+        if dtype is None:
             raise CheckpointError(
                 f"the plan gives {self.name} the dtype {self.dtype!r}, which this torch does not know"
             )
         return dtype
 
 
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _dtype_named(name: str) -> torch.dtype | None:
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 _SPEC_FIELDS: Final = tuple(field.name for field in fields_of(TensorSpec))
+_SEGMENT: Final = _SPEC_FIELDS.index("segment")
+_row_of: Final = operator.attrgetter(*_SPEC_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +133,7 @@ class LoadPlan:
 
     def to_json(self) -> bytes:
         """Return the plan as JSON bytes."""
-        rows = [[getattr(spec, name) for name in _SPEC_FIELDS] for spec in self.tensors]
+        rows = [_row_of(spec) for spec in self.tensors]
         sizes = [segment.size_bytes for segment in self.segments]
         return json.dumps({"format": _PLAN_FORMAT, "tensors": rows, "segments": sizes}, separators=(",", ":")).encode()
 
@@ -132,11 +160,22 @@ class LoadPlan:
 
 
 def _spec_of(row: Sequence[Any]) -> TensorSpec:
-    named = dict(zip(_SPEC_FIELDS, row, strict=True))
-    return TensorSpec(**named | {"shape": tuple(named["shape"]), "strides": tuple(named["strides"])})
+    """Read one row of what `_row_of` gives."""
+    name, kind, dtype, shape, strides, segment, offset_bytes, persistent, same_as = row
+    return TensorSpec(
+        name=name,
+        kind=kind,
+        dtype=dtype,
+        shape=tuple(shape),
+        strides=tuple(strides),
+        segment=segment,
+        offset_bytes=offset_bytes,
+        persistent=persistent,
+        same_as=same_as,
+    )
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor, bool]]:
+def _own_tensors(module: nn.Module) -> Iterator[_Found]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, "parameter", parameter, True
@@ -144,8 +183,14 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Kind, torch.Tensor, b
         if buffer is not None:
             yield name, "buffer", buffer, name not in module._non_persistent_buffers_set
     for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
+        if name not in _MODULES_OWN and isinstance(value, torch.Tensor):
             yield name, "attribute", value, False
+
+
+def _all_tensors(module: nn.Module) -> Iterator[_Found]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, kind, tensor, persistent in _own_tensors(child):
+            yield f"{prefix}.{name}" if prefix else name, kind, tensor, persistent
 
 
 def named_tensors(module: nn.Module) -> tuple[NamedTensor, ...]:
@@ -160,18 +205,20 @@ def named_tensors(module: nn.Module) -> tuple[NamedTensor, ...]:
     Ranks: local.
     """
     return tuple(
-        NamedTensor(name=f"{prefix}.{name}" if prefix else name, kind=kind, tensor=tensor, persistent=persistent)
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        for name, kind, tensor, persistent in _own_tensors(child)
+        NamedTensor(name=name, kind=kind, tensor=tensor, persistent=persistent)
+        for name, kind, tensor, persistent in _all_tensors(module)
     )
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last, gaps included."""
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first element and of the end of its last, gaps included."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     if tensor.numel() == 0:
-        return 0
+        return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.element_size())
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _refuse_special(tensors: tuple[NamedTensor, ...]) -> None:
@@ -195,11 +242,10 @@ def _refuse_special(tensors: tuple[NamedTensor, ...]) -> None:
         )
 
 
-def _ranges(tensors: tuple[NamedTensor, ...]) -> list[tuple[int, int]]:
+def _ranges(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge the byte ranges of all tensors where they overlap; sorted by address."""
-    spans = sorted((item.tensor.data_ptr(), item.tensor.data_ptr() + _extent_bytes(item.tensor)) for item in tensors)
     merged: list[tuple[int, int]] = []
-    for start, stop in spans:
+    for start, stop in sorted(spans):
         if start == stop:
             continue
         if merged and start < merged[-1][1]:
@@ -209,20 +255,19 @@ def _ranges(tensors: tuple[NamedTensor, ...]) -> list[tuple[int, int]]:
     return merged
 
 
-def _layout(tensors: tuple[NamedTensor, ...]) -> tuple[tuple[Segment, ...], dict[str, tuple[int, int]]]:
+def _layout(spans: Sequence[tuple[int, int]]) -> tuple[tuple[Segment, ...], list[tuple[int, int]]]:
     """Give each tensor its (segment index, offset in bytes); segments in the order in which the module names them."""
-    ranges = _ranges(tensors)
+    ranges = _ranges(spans)
     starts = [start for start, _ in ranges]
     numbers: dict[int, int] = {}
-    places: dict[str, tuple[int, int]] = {}
-    for item in tensors:
-        if not _extent_bytes(item.tensor):
-            places[item.name] = (-1, 0)
+    places: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if start == stop:
+            places.append((-1, 0))
             continue
-        address = item.tensor.data_ptr()
-        found = bisect.bisect_right(starts, address) - 1
+        found = bisect.bisect_right(starts, start) - 1
         number = numbers.setdefault(found, len(numbers))
-        places[item.name] = (number, address - starts[found])
+        places.append((number, start - starts[found]))
     segments = tuple(Segment(size_bytes=ranges[found][1] - ranges[found][0]) for found in numbers)
     return segments, places
 
@@ -243,19 +288,18 @@ def plan(module: nn.Module) -> LoadPlan:
     """
     tensors = named_tensors(module)
     _refuse_special(tensors)
-    segments, places = _layout(tensors)
+    segments, places = _layout([_span(item.tensor) for item in tensors])
     first: dict[int, str] = {}
     specs = []
-    for item in tensors:
+    for item, (segment, offset_bytes) in zip(tensors, places, strict=True):
         original = first.setdefault(id(item.tensor), item.name)
-        segment, offset_bytes = places[item.name]
         specs.append(
             TensorSpec(
                 name=item.name,
                 kind=item.kind,
-                dtype=str(item.tensor.dtype).removeprefix("torch."),
+                dtype=_name_of(item.tensor.dtype),
                 shape=tuple(item.tensor.shape),
-                strides=tuple(item.tensor.stride()),
+                strides=item.tensor.stride(),
                 segment=segment,
                 offset_bytes=offset_bytes,
                 persistent=item.persistent,
@@ -278,10 +322,44 @@ def reorder(load_plan: LoadPlan, order: Sequence[int]) -> LoadPlan:
     Ranks: source only.
     """
     numbers = {old: new for new, old in enumerate(order)} | {-1: -1}
+    rows = (_row_of(spec) for spec in load_plan.tensors)
     return LoadPlan(
-        tensors=tuple(replace(spec, segment=numbers[spec.segment]) for spec in load_plan.tensors),
+        tensors=tuple(_spec_of((*row[:_SEGMENT], numbers[row[_SEGMENT]], *row[_SEGMENT + 1 :])) for row in rows),
         segments=tuple(load_plan.segments[old] for old in order),
     )
+
+
+def segment_beginnings(module: nn.Module, load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
+    """Return for every segment the first of the module's tensors that begins where the segment does.
+
+    Args:
+        module: The module that `load_plan` was made from, unchanged since.
+        load_plan: What `plan(module)` returned.
+
+    Ranks: source only.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for (_, _, tensor, _), spec in zip(_all_tensors(module), load_plan.tensors, strict=True):
+        if spec.segment >= 0 and spec.offset_bytes == 0:
+            found.setdefault(spec.segment, tensor)
+    return tuple(found[number] for number in range(len(load_plan.segments)))
+
+
+def bytes_from(tensor: torch.Tensor, size_bytes: int) -> torch.Tensor:
+    """Return memory from the beginning of a tensor on, as flat bytes.
+
+    Args:
+        tensor: On the cpu.
+        size_bytes: How much of it; not beyond the tensor's storage.
+
+    Returns:
+        uint8 `[size_bytes]`, a view.
+
+    Ranks: local.
+    """
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    start = tensor.data_ptr() - storage.data_ptr()
+    return storage[start : start + size_bytes]
 
 
 def segment_views(module: nn.Module, load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
@@ -296,10 +374,5 @@ def segment_views(module: nn.Module, load_plan: LoadPlan) -> tuple[torch.Tensor,
 
     Ranks: source only.
     """
-    views: dict[int, torch.Tensor] = {}
-    for item, spec in zip(named_tensors(module), load_plan.tensors, strict=True):
-        if spec.segment >= 0 and spec.offset_bytes == 0 and spec.segment not in views:
-            storage = torch.empty(0, dtype=torch.uint8).set_(item.tensor.untyped_storage())
-            start = item.tensor.data_ptr() - storage.data_ptr()
-            views[spec.segment] = storage[start : start + load_plan.segments[spec.segment].size_bytes]
-    return tuple(views[number] for number in range(len(load_plan.segments)))
+    begin = zip(segment_beginnings(module, load_plan), load_plan.segments, strict=True)
+    return tuple(bytes_from(tensor, segment.size_bytes) for tensor, segment in begin)

@@ -85,11 +85,20 @@ class Blocks:
         Returns:
             One uint8 tensor `[size_bytes]` per segment, each with a storage of its own; nothing is read or copied.
         """
-        used = {place.block for place in self.layout.places}
+        return self.map_for_later(load_plan)()
+
+    def map_for_later(self, load_plan: LoadPlan) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Map the blocks now, and return what gives their segments as `map` does; the descriptors may be closed then.
+
+        Args:
+            load_plan: The source's plan.
+        """
+        places, segments = self.layout.places, load_plan.segments
+        used = {place.block for place in places}
         mappings = {block: map_private(self.fds[block], self.layout.sizes[block]) for block in sorted(used)}
-        return tuple(
+        return lambda: tuple(
             view(mappings[place.block], place.offset_bytes, segment.size_bytes)
-            for place, segment in zip(self.layout.places, load_plan.segments, strict=True)
+            for place, segment in zip(places, segments, strict=True)
         )
 
     def is_there(self, load_plan: LoadPlan, number: int) -> bool:
