@@ -135,9 +135,7 @@ def reached(reports: Sequence[BenchReport], targets: Sequence[Target], ranks: Se
 
 def _report_of(reports: Sequence[BenchReport], target: Target) -> BenchReport:
     wanted = {target.way, target.to} - {""}
-    return next(
-        report for report in reports if wanted <= {each.way for each in report.measured} | set(report.left_out)
-    )
+    return next(report for report in reports if wanted <= {each.way for each in report.measured} | set(report.left_out))
 
 
 def _row(report: BenchReport, target: Target, ranks: int) -> Reached:

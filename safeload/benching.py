@@ -38,8 +38,8 @@ class Measured:
         returned_s: From the barrier until the call had returned on all ranks, by round.
         cpu_s: Processor time of all ranks together, by round; says less than `seconds`, but on a busy machine too.
         source_cpu_s: The first rank's part of it.
-        pss_bytes: Memory that all ranks together hold more than before; median.
-        peak_bytes: The highest such sum of the ranks' own peaks; median.
+        pss_bytes: Memory that all ranks together hold more than before, in a load of its own.
+        peak_bytes: The sum of the ranks' own peaks, in that load.
         loaded_bytes: Bytes of the tensors that one rank was given.
     """
 
@@ -173,7 +173,7 @@ def bench(
     resident: list[float | None] = []
     for count in ranks:
         results = run_ranks("safeload.racing.race", what, ranks=count, timeout=TIMEOUT, env=env)
-        measured += [_combine(way, count, [result["ways"][way] for result in results]) for way in there]
+        measured += [_combine(way, count, results) for way in there]
         resident.append(results[0]["resident"])
     tower_bytes = max(each.loaded_bytes for each in measured) or sum(map(_size_bytes, weight_files(str(folder))))
     return BenchReport(
@@ -206,18 +206,20 @@ def _size_bytes(path: str) -> int:
     return Path(path).stat().st_size
 
 
-def _combine(way: str, ranks: int, of: Sequence[Mapping[str, Sequence[float]]]) -> Measured:
-    def over(key: str, join: Callable[..., float]) -> tuple[float, ...]:
-        return tuple(join(values) for values in zip(*(each[key] for each in of), strict=True))
+def _combine(way: str, ranks: int, results: Sequence[Mapping[str, Any]]) -> Measured:
+    times, memory = ([result[key][way] for result in results] for key in ("ways", "memory"))
+
+    def by_round(key: str, join: Callable[..., float]) -> tuple[float, ...]:
+        return tuple(join(values) for values in zip(*(each[key] for each in times), strict=True))
 
     return Measured(
         way=way,
         ranks=ranks,
-        seconds=over("seconds", max),
-        returned_s=over("returned_s", max),
-        cpu_s=over("cpu_s", sum),
-        source_cpu_s=tuple(of[0]["cpu_s"]),
-        pss_bytes=int(statistics.median(over("pss_bytes", sum))),
-        peak_bytes=int(statistics.median(over("peak_bytes", sum))),
-        loaded_bytes=int(max(over("loaded_bytes", max))),
+        seconds=by_round("seconds", max),
+        returned_s=by_round("returned_s", max),
+        cpu_s=by_round("cpu_s", sum),
+        source_cpu_s=tuple(times[0]["cpu_s"]),
+        pss_bytes=int(sum(each["pss_bytes"] for each in memory)),
+        peak_bytes=int(sum(each["peak_bytes"] for each in memory)),
+        loaded_bytes=int(max(each["loaded_bytes"] for each in memory)),
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-from safeload.chunking import ChunkList, chunk_agrees
+from safeload.chunking import ChunkList, chunk_agrees, new_buffer
 from safeload.waiting import Check, Workers, wait_for
 
 __all__ = ["Matching", "all_agree", "chunk_count", "issue_tickets"]
@@ -97,22 +97,22 @@ class Matching:
         self._workers.when_ended(self._used.close)
 
     def _work(self) -> int | None:
-        agreed = 0
+        agreed, buffer = 0, new_buffer()
         total = chunk_count(self._known)
         while not self._stopped and (ticket := os.read(self._tickets, _TICKET.size)):
             (first,) = _TICKET.unpack(ticket)
             for number in range(first, min(first + _chunks_per_ticket(total), total)):
-                if self._stopped or not self._agrees(number):
+                if self._stopped or not self._agrees(number, buffer):
                     self._stopped = True
                     return None
                 agreed += 1
         return agreed
 
-    def _agrees(self, number: int) -> bool:
+    def _agrees(self, number: int, buffer: memoryview) -> bool:
         for fd, chunks in zip(self._fds, self._known, strict=True):
             if number < len(chunks.digests):
                 try:
-                    return chunk_agrees(fd, chunks, number)
+                    return chunk_agrees(fd, chunks, number, buffer=buffer)
                 except OSError:  # told by the pass over the whole file, which follows
                     return False
             number -= len(chunks.digests)

@@ -75,7 +75,7 @@ def race(what: Race) -> dict[str, Any]:
         what: What to run; the same on every rank.
 
     Returns:
-        `ways`, what was measured by way: lists by round. `resident`: in a cold race the largest share of the files that
+        `ways`, what was measured by way: lists by round. `memory`: of one load by each way. `resident`: in a cold race the largest share of the files that
         was still in memory after they had been dropped, None where the system does not tell.
 
     Raises:
@@ -91,8 +91,11 @@ def race(what: Race) -> dict[str, Any]:
     _warm(what.files())
     loads = {way: _load_by(way, model_class, what) for way in what.ways}
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in what.ways}
+    weights: dict[str, dict[str, float]] = {}
     for way, load in loads.items():
         _compare(way, load(), model_class, what.folder)
+        _give_back_memory()
+        weights[way] = _weigh_once(load)
     resident: list[float | None] = []
     for _ in range(what.rounds):
         for way, load in loads.items():
@@ -102,6 +105,7 @@ def race(what: Race) -> dict[str, Any]:
     shares = [share for share in resident if share is not None]
     return {
         "ways": {way: {key: [each[key] for each in rows] for key in rows[0]} for way, rows in runs.items()},
+        "memory": weights,
         "resident": max(shares) if shares and len(shares) == len(resident) else None,
     }
 
@@ -211,24 +215,34 @@ def _chill(paths: Sequence[str]) -> float | None:
 
 
 def _run_once(load: Callable[[], nn.Module | None]) -> dict[str, float]:
+    """Load and measure the time; nothing else runs meanwhile."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start, start_cpu = time.perf_counter(), time.process_time()
+    module = load()
+    returned = time.perf_counter() - start
+    if module is not None:
+        _touch(module)
+    cpu_s = time.process_time() - start_cpu
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "returned_s": returned, "cpu_s": cpu_s}
+
+
+def _weigh_once(load: Callable[[], nn.Module | None]) -> dict[str, float]:
+    """Load and measure the memory, in a load of its own: looking at memory takes time."""
     import torch.distributed as dist
 
     before = pss_bytes() or 0
     with MemoryMeter() as meter:
         dist.barrier()
-        start, start_cpu = time.perf_counter(), time.process_time()
         module = load()
-        returned = time.perf_counter() - start
         loaded_bytes = _touch(module) if module is not None else 0
-        cpu_s = time.process_time() - start_cpu
         dist.barrier()
-        seconds = time.perf_counter() - start
         meter.stop()  # all ranks still hold what they have loaded
         dist.barrier()
     return {
-        "seconds": seconds,
-        "returned_s": returned,
-        "cpu_s": cpu_s,
         "loaded_bytes": float(loaded_bytes),
         "pss_bytes": float(max(0, (meter.after_bytes or 0) - before)),
         "peak_bytes": float(max(0, (meter.peak_bytes or 0) - before)),
