@@ -66,7 +66,7 @@ class MemoryMeter:
     A reading takes milliseconds, and tens of them where gigabytes are mapped, with the address space locked meanwhile:
     none is taken by the thread that loads, and none between the first and the last one but where memory of the
     process's own has grown. Mapped files count when they are all mapped, at the end. What is anonymous is the process's
-    own, so that its growth is the growth of PSS: a reading is done without where little else has changed since the last.
+    own, so that its growth is that of PSS: a reading is done without where little else has changed since the last.
     """
 
     def __init__(self) -> None:
