@@ -148,10 +148,10 @@ def hook(tower: nn.Module) -> None:
     Args:
         tower: A module that has its record and its parts' marks already.
     """
-    unhook(tower)  # a copy and an unpickled tower bring theirs
     number = next(_NUMBERS)
     _NUMBERED[number] = record_of(tower)
     for part in tower.modules():
+        _unhook_one(part)  # a copy and an unpickled tower bring theirs
         part.__dict__[_NUMBER] = number
         if part is not tower and part.__dict__[PART].kept:
             part.register_forward_pre_hook(_before_part)
@@ -164,7 +164,11 @@ def unhook(tower: nn.Module) -> None:
         tower: Any module.
     """
     for part in tower.modules():
-        part.__dict__.pop(_NUMBER, None)
-        hooks = part._forward_pre_hooks
-        for number in [number for number, hooked in hooks.items() if hooked is _before_part]:
-            del hooks[number]
+        _unhook_one(part)
+
+
+def _unhook_one(part: nn.Module) -> None:
+    part.__dict__.pop(_NUMBER, None)
+    hooks = part._forward_pre_hooks
+    for number in [number for number, hooked in hooks.items() if hooked is _before_part]:
+        del hooks[number]

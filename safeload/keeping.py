@@ -233,7 +233,8 @@ def keep(
     aliases: dict[int, torch.Tensor] = {}
     prints: dict[int, str] = {}
     kept = []
-    for prefix, owner in module.named_modules():
+    named = dict(module.named_modules())
+    for prefix, owner in named.items():
         for kind, key, persistent, tensor in _tensors_of(owner):
             full = f"{prefix}.{key}" if prefix else key
             _refuse_unfit(full, tensor, name)
@@ -254,14 +255,13 @@ def keep(
                     fingerprint=prints[id(tensor)],
                 )
             )
-    protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=_parts_of(module), originals=originals)
+    protection = Protection(name=name, origin=origin, kept=tuple(kept), parts=_parts_of(named), originals=originals)
     if originals is None:
         protection.take_glimpses()
     return protection
 
 
-def _parts_of(module: nn.Module) -> tuple[Part, ...]:
-    named = dict(module.named_modules())
+def _parts_of(named: Mapping[str, nn.Module]) -> tuple[Part, ...]:
     found = []
     for path, part in named.items():
         home, _, key = path.rpartition(".")

@@ -18,7 +18,7 @@ from torch import nn
 
 from safeload.errors import CheckpointError
 from safeload.mapping import ALIGN_BYTES
-from safeload.planning import LoadPlan, NamedTensor, TensorSpec, named_tensors
+from safeload.planning import LoadPlan, NamedTensor, TensorSpec, list_tensors, named_tensors
 
 __all__ = ["Placement", "allocate", "check_module", "place", "tensors_of"]
 
@@ -184,7 +184,7 @@ def place(
 
     Ranks: every rank that receives; on the source too where the tower moves to another device.
     """
-    ours = {item.name: item.tensor for item in named_tensors(module)}
+    ours = {name: tensor for name, _, tensor, _ in list_tensors(module)}
     owners = dict(module.named_modules(remove_duplicate=False))
     made: dict[str, torch.Tensor] = {}
     for spec in load_plan.tensors:

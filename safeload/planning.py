@@ -30,6 +30,7 @@ __all__ = [
     "Segment",
     "TensorSpec",
     "bytes_from",
+    "list_tensors",
     "named_tensors",
     "plan",
     "reorder",
@@ -187,7 +188,14 @@ def _own_tensors(module: nn.Module) -> Iterator[_Found]:
             yield name, "attribute", value, False
 
 
-def _all_tensors(module: nn.Module) -> Iterator[_Found]:
+def list_tensors(module: nn.Module) -> Iterator[_Found]:
+    """Yield the fields of what `named_tensors` returns, for who needs them once.
+
+    Args:
+        module: Any module.
+
+    Ranks: local.
+    """
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, kind, tensor, persistent in _own_tensors(child):
             yield f"{prefix}.{name}" if prefix else name, kind, tensor, persistent
@@ -206,7 +214,7 @@ def named_tensors(module: nn.Module) -> tuple[NamedTensor, ...]:
     """
     return tuple(
         NamedTensor(name=name, kind=kind, tensor=tensor, persistent=persistent)
-        for name, kind, tensor, persistent in _all_tensors(module)
+        for name, kind, tensor, persistent in list_tensors(module)
     )
 
 
@@ -339,7 +347,7 @@ def segment_beginnings(module: nn.Module, load_plan: LoadPlan) -> tuple[torch.Te
     Ranks: source only.
     """
     found: dict[int, torch.Tensor] = {}
-    for (_, _, tensor, _), spec in zip(_all_tensors(module), load_plan.tensors, strict=True):
+    for (_, _, tensor, _), spec in zip(list_tensors(module), load_plan.tensors, strict=True):
         if spec.segment >= 0 and spec.offset_bytes == 0:
             found.setdefault(spec.segment, tensor)
     return tuple(found[number] for number in range(len(load_plan.segments)))

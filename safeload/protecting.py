@@ -56,7 +56,8 @@ def protect(
     if isinstance(module, Guarded):
         raise ProtectionError(f"tower {name!r} is protected already.", stage="protect", tower=name)
     module.requires_grad_(False)
-    module.eval()
+    if any(part.training for part in module.modules()):
+        module.eval()
     protection = keep(module, name=name, origin=origin, fingerprints=fingerprints, originals=originals)
     protection.verdict = verdict
     protection.report = report

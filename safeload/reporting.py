@@ -15,7 +15,8 @@ __all__ = ["LoadReport", "MemoryMeter", "RankReport", "StageClock", "progress_ba
 
 _SAMPLE_S: Final = 0.05
 _SHARE: Final = 30  # pauses are so many times as long as a reading took
-_STEP: Final = 0.02  # growth of anonymous memory that makes another reading worth its price, as a part of it
+_STEP: Final = 0.02  # growth of anonymous memory that makes another sample worth its price, as a part of it
+_DOUBT: Final = 0.03  # change of mapped memory that makes another reading worth its price, as a part of PSS
 _JOIN_S: Final = 5.0
 _MIB: Final = 1024**2
 _BAR_AFTER_S: Final = 1.0  # a load that is over by then shows no bar
@@ -29,22 +30,34 @@ def pss_bytes() -> int | None:
 
     Ranks: local.
     """
-    kib = _kib("smaps_rollup", "Pss")
+    kib = _kib_by_name("smaps_rollup").get("Pss")
     return None if kib is None else kib * 1024
 
 
-def _anonymous_kib() -> int:
-    """Return this process's resident anonymous memory, of which the kernel keeps count, unlike of PSS."""
-    return _kib("status", "RssAnon") or 0
+def _resident_kib() -> tuple[int, int]:
+    """Return this process's resident memory, of which the kernel keeps count, unlike of PSS: anonymous and mapped."""
+    found = _kib_by_name("status")
+    return found.get("RssAnon", 0), found.get("RssFile", 0) + found.get("RssShmem", 0)
 
 
-def _kib(file: str, name: str) -> int | None:
-    """Return a number of KiB that `/proc/self` tells in a line `name: number kB`; None where it does not."""
+def _kib_by_name(file: str) -> dict[str, int]:
+    """Return the numbers of KiB that `/proc/self` tells in lines `name: number kB`."""
+    found = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self", file).read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1])
-    return None
+            name, _, value = line.partition(":")
+            if value.endswith(" kB"):
+                found[name] = int(value[:-3])
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What the system told of this process's memory at one time."""
+
+    pss_bytes: int
+    anonymous_kib: int
+    mapped_kib: int
 
 
 class MemoryMeter:
@@ -52,7 +65,8 @@ class MemoryMeter:
 
     A reading takes milliseconds, and tens of them where gigabytes are mapped, with the address space locked meanwhile:
     none is taken by the thread that loads, and none between the first and the last one but where memory of the
-    process's own has grown. Mapped files count when they are all mapped, at the end.
+    process's own has grown. Mapped files count when they are all mapped, at the end. What is anonymous is the process's
+    own, so that its growth is that of PSS: a reading is done without where little else has changed since the last.
     """
 
     def __init__(self) -> None:
@@ -60,17 +74,25 @@ class MemoryMeter:
         self.peak_bytes: int | None = None
         self.after_bytes: int | None = None
         self._anonymous_kib = 0
+        self._last: _Reading | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="safeload-memory", daemon=True)
 
     def _has_grown(self) -> bool:
-        return _anonymous_kib() > self._anonymous_kib * (1 + _STEP)
+        return _resident_kib()[0] > self._anonymous_kib * (1 + _STEP)
 
     def _sample(self) -> int | None:
-        self._anonymous_kib = max(self._anonymous_kib, _anonymous_kib())
-        now = pss_bytes()
-        if now is not None:
-            self.peak_bytes = max(now, self.peak_bytes or 0)
+        anonymous_kib, mapped_kib = _resident_kib()
+        self._anonymous_kib = max(self._anonymous_kib, anonymous_kib)
+        last = self._last
+        if last is None or abs(mapped_kib - last.mapped_kib) * 1024 > _DOUBT * last.pss_bytes:
+            now = pss_bytes()
+            if now is None:
+                return None
+            self._last = _Reading(pss_bytes=now, anonymous_kib=anonymous_kib, mapped_kib=mapped_kib)
+        else:
+            now = last.pss_bytes + (anonymous_kib - last.anonymous_kib) * 1024
+        self.peak_bytes = max(now, self.peak_bytes or 0)
         return now
 
     def _run(self) -> None:

@@ -11,7 +11,7 @@ import transformers.modeling_utils
 from accelerate import init_empty_weights
 from torch import nn
 
-from safeload.ambient import clean_contexts, pristine
+from safeload.ambient import clean_contexts, pristine, unfilled_meta
 
 CPU = torch.device("cpu")
 VERSION_5 = int(transformers.__version__.split(".")[0]) >= 5
@@ -120,6 +120,40 @@ def test_the_random_state_is_left_alone():
     with clean_contexts(device=CPU):
         torch.rand(100)
     assert torch.equal(torch.rand(3), want)
+
+
+def test_what_is_on_meta_is_left_unfilled_and_all_else_is_filled():
+    def build():
+        torch.manual_seed(3)
+        here = nn.Linear(4, 4, device="cpu")
+        there = nn.Conv2d(3, 5, 2)
+        nn.init.normal_(tensor=there.weight)
+        nn.init.trunc_normal_(there.bias)
+        nn.init.normal_(here.bias, std=2.0)
+        return here, there, torch.rand(2, device="cpu")
+
+    with torch.device("meta"):
+        filled = build()
+        with unfilled_meta():
+            unfilled = build()
+    for ours, theirs in zip(unfilled[0].parameters(), filled[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [(p.shape, p.is_meta, p.requires_grad) for p in unfilled[1].parameters()] == [
+        (p.shape, p.is_meta, p.requires_grad) for p in filled[1].parameters()
+    ]
+    assert unfilled[1].weight.is_meta
+    assert torch.equal(unfilled[2], filled[2])  # the random state has gone on as it would have
+
+
+def test_initialisers_of_meta_tensors_are_met_by_the_mode():
+    """Fails when torch no longer offers its initialisers to modes: then peers fill on meta again, which is slow."""
+    weight = torch.empty(3, 3, device="meta")
+    version = weight._version
+    with torch.device("meta"), unfilled_meta():
+        nn.init.kaiming_uniform_(weight)
+        assert nn.init.normal_(weight) is weight
+        assert nn.init.uniform_(tensor=weight) is weight
+    assert weight._version == version
 
 
 def test_pristine_keeps_what_it_cannot_find():

@@ -35,6 +35,8 @@ from transformers import (
 from safeload import CheckpointError, SafeLoadError, SourceError, safe_from_pretrained
 from safeload.building import build_peer, build_source
 from safeload.families import dtype_keyword
+from safeload.fitting import check_kinds
+from safeload.headers import TensorEntry
 from safeload.placing import allocate, check_module, place
 from safeload.planning import plan, segment_views
 from safeload.recipes import Recipe, recipe_of
@@ -422,3 +424,17 @@ def test_a_tower_from_plain_and_from_safe_loading_computes_the_same(tmp_path):
         assert torch.equal(tower(pixels).last_hidden_state, want(pixels).last_hidden_state)
     assert isinstance(tower, CLIPVisionModel)
     assert tensors_of(tower).keys() == tensors_of(want).keys()
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_kinds_of_numbers_are_compared_by_name_not_by_a_common_end(prefix):
+    module = nn.Module()
+    module.inner = nn.Linear(2, 2, bias=False)
+    module.register_buffer("weight", torch.zeros(2, dtype=torch.int64))
+
+    def entries(*stated):
+        return [TensorEntry(name=name, dtype=dtype, shape=(2,), begin=0, end=0) for name, dtype in stated]
+
+    check_kinds(module, entries((f"{prefix}inner.weight", "F32"), ("weight", "I64")), "here")
+    with pytest.raises(CheckpointError, match=r"inner\.weight \(I8 in the checkpoint, float32 in the module\)"):
+        check_kinds(module, entries((f"{prefix}inner.weight", "I8"), ("weight", "I64")), "here")

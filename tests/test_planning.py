@@ -10,7 +10,7 @@ from torch import nn
 
 from safeload.errors import CheckpointError
 from safeload.placing import allocate, check_module, place
-from safeload.planning import LoadPlan, named_tensors, plan, segment_views
+from safeload.planning import LoadPlan, named_tensors, plan, reorder, segment_views
 
 CPU = torch.device("cpu")
 
@@ -163,3 +163,12 @@ def test_an_unknown_dtype_in_a_plan_is_refused():
     sent = LoadPlan.from_json(json.dumps(fields).encode())
     with pytest.raises(CheckpointError, match="float4_e2"):
         place(target, sent, allocate(sent, CPU), device=CPU)
+
+
+def test_a_plan_is_the_same_in_json_and_in_another_order():
+    load_plan = plan(Odd())
+    assert LoadPlan.from_json(load_plan.to_json()) == load_plan
+    order = tuple(reversed(range(len(load_plan.segments))))
+    turned = reorder(load_plan, order)
+    assert turned != load_plan
+    assert reorder(turned, order) == load_plan

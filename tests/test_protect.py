@@ -16,6 +16,7 @@ from torch import nn
 from safeload.checking import check_towers
 from safeload.errors import ProtectionError, TowerChangedError
 from safeload.glancing import _before_part
+from safeload.listening import PART
 from safeload.protecting import frozen_towers, protect, tower_state, unfreeze
 from tests.protect_towers import MAKERS, Pair, assert_whole, features, make_clip, pixels, protected, tensors_of
 
@@ -173,6 +174,17 @@ def test_a_buffer_that_the_tower_itself_renews_is_its_own_affair():
     check_towers(twin)
     tower[0].cache = torch.zeros(2)
     assert tower[0].cache.tolist() == [3, 3]
+
+
+def test_every_part_knows_what_is_in_it_also_where_parts_are_shared():
+    shared = nn.Linear(3, 3)
+    tower = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(nn.ReLU(), shared, nn.Linear(3, 2)), shared)
+    protect(tower, origin="here")
+    for part in tower.modules():
+        mark = part.__dict__[PART]
+        assert [each.module() for each in mark.parts] == list(part.modules())
+        want = [id(tensor) for each in part.modules() for tensor in each.parameters(recurse=False)]
+        assert [id(kept.tensor) for kept in mark.kept] == want
 
 
 def test_the_outer_state_dict_has_nothing_of_the_tower_and_the_towers_own_is_complete():
