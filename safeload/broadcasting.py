@@ -50,16 +50,17 @@ def buckets(load_plan: LoadPlan, *, bucket_bytes: int = BUCKET_BYTES) -> Iterato
     Ranks: local.
     """
     packed: list[Piece] = []
-    room = min(_PACKED_BYTES, bucket_bytes)
+    packed_bytes, room = 0, min(_PACKED_BYTES, bucket_bytes)
     for number, segment in enumerate(load_plan.segments):
         if segment.size_bytes > room:
             for start in range(0, segment.size_bytes, bucket_bytes):
                 yield (Piece(segment=number, start=start, stop=min(start + bucket_bytes, segment.size_bytes)),)
             continue
-        if sum(piece.size_bytes for piece in packed) + segment.size_bytes > room:
+        if packed_bytes + segment.size_bytes > room:
             yield tuple(packed)
-            packed = []
+            packed, packed_bytes = [], 0
         packed.append(Piece(segment=number, start=0, stop=segment.size_bytes))
+        packed_bytes += segment.size_bytes
     if packed:
         yield tuple(packed)
 

@@ -26,6 +26,7 @@ from safeload.group import Group
 from safeload.handing import node_key
 from safeload.placing import allocate, check_module, place
 from safeload.planning import LoadPlan
+from safeload.populating import Populating
 from safeload.recipes import Recipe
 from safeload.reporting import StageClock
 from safeload.requesting import Request
@@ -277,6 +278,8 @@ def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Source
     with clock.stage("allocate"):
         moves = not ranks.is_source or device != _CPU  # the source keeps its own memory where that is on the cpu
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
+        if target is not None and device == _CPU:
+            call.kept.enter_context(Populating(target))
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):
         wire = payload_device(ranks, device, filled.choice.device_types)

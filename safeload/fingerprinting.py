@@ -11,6 +11,7 @@ A glimpse is a handful of values of each tensor: enough to see that a tensor was
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -24,10 +25,16 @@ _GLIMPSE_VALUES: Final = 8
 _SEED: Final = 20231
 
 
-def _coefficients(device: torch.device) -> torch.Tensor:
+@functools.cache
+def _drawn() -> memoryview:
+    """Draw the coefficients once a process: that takes as long as to fingerprint a megabyte."""
     generator = torch.Generator().manual_seed(_SEED)
     drawn = torch.randint(-(2**62), 2**62, (_ROW_WORDS,), dtype=torch.int64, generator=generator, device="cpu")
-    return (drawn * 2 + 1).to(device)
+    return (drawn * 2 + 1).numpy().data
+
+
+def _coefficients(device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(_drawn(), dtype=torch.int64).to(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ the module. Nothing stays unfilled and nothing stays on meta.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from safeload.planning import LoadPlan, NamedTensor, TensorSpec, list_tensors, n
 __all__ = ["Placement", "allocate", "check_module", "place", "tensors_of"]
 
 _LISTED = 20
-_HUGE_BYTES: Final = 32 * 1024**2  # below that, rounding up to huge pages would show
+_ONE_PIECE_BYTES: Final = 32 * 1024**2  # below that, rounding up to huge pages would show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +52,18 @@ def allocate(load_plan: LoadPlan, device: torch.device) -> tuple[torch.Tensor, .
 
     Ranks: every rank that receives.
     """
-    if device.type == "cpu" and load_plan.size_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        return _allocate_huge(load_plan)
+    if device.type == "cpu" and load_plan.size_bytes >= _ONE_PIECE_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
+        return _allocate_as_one(load_plan)
     return tuple(torch.empty(segment.size_bytes, dtype=torch.uint8, device=device) for segment in load_plan.segments)
 
 
-def _allocate_huge(load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
-    """Allocate one piece of memory in huge pages: fresh small ones cost more than the bytes that go into them."""
+def _allocate_as_one(load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
+    """Allocate one piece of memory, which may be given huge pages: see `safeload.populating`."""
     begins, end = [], 0
     for segment in load_plan.segments:
         begins.append(end)
         end += -(-segment.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
     memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
     pieces = zip(begins, load_plan.segments, strict=True)
     return tuple(
         torch.frombuffer(memory, dtype=torch.uint8, count=segment.size_bytes, offset=begin) for begin, segment in pieces

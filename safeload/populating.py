@@ -1,0 +1,116 @@
+"""Give fresh memory its pages ahead of the bytes that are received into it, of the kind that costs less just now.
+
+A fresh page costs more than the bytes that go into it. As a rule huge pages cost least by far; but what is free in them
+is what a virtual machine gives back to its host, which has to find memory for every part of such a page again: then
+they cost five times as much as small ones. Nobody says beforehand which it is, so each step is timed, and where huge
+pages are dear small ones are taken. Linux only, and from 5.14 on: elsewhere pages are made as the bytes arrive.
+
+Receives memory that nobody has written to yet; changes no byte of it, also where bytes have arrived meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from safeload.mapping import ALIGN_BYTES
+
+__all__ = ["Populating"]
+
+_HUGE_PAGE_BYTES: Final = 2 * 1024**2
+_STEP_BYTES: Final = 2 * _HUGE_PAGE_BYTES  # small: so much is lost where huge pages turn out to be dear
+_MEASURED: Final = 2  # steps in small pages, to know what those cost
+_DEAR_STEPS: Final = 2  # in a row: one alone may be chance
+_MADV_HUGEPAGE: Final = 14
+_MADV_NOHUGEPAGE: Final = 15
+_MADV_POPULATE_WRITE: Final = 23
+_JOIN_S: Final = 5.0
+
+
+class Populating:
+    """Populates memory in a thread until all of it has pages, or its `with` block ends.
+
+    Args:
+        segments: uint8 tensors `[size_bytes]`, one behind the other in memory that was mapped for them alone.
+    """
+
+    def __init__(self, segments: Sequence[torch.Tensor]) -> None:
+        self._segments = tuple(segments)  # keeps them mapped
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="safeload-populate", daemon=True)
+
+    def __enter__(self) -> Populating:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop; what has no pages yet gets them when it is written to."""
+        self._stop.set()
+        self._thread.join(timeout=_JOIN_S)
+        self._segments = ()
+
+    def _run(self) -> None:
+        begin, end = _span(self._segments)
+        choice = _Choice()
+        for at, stop in _steps(begin, end) if sys.platform == "linux" else ():
+            if self._stop.is_set():
+                return
+            start_s = time.thread_time()
+            _advise(at, stop, _MADV_HUGEPAGE if choice.huge else _MADV_NOHUGEPAGE)
+            if not _advise(at, stop, _MADV_POPULATE_WRITE):  # a kernel that cannot
+                _advise(at, _steps(begin, end)[-1][1], _MADV_HUGEPAGE)  # the best that can be done unseen
+                return
+            choice.note(time.thread_time() - start_s)
+
+
+class _Choice:
+    """Which pages to take next, from what the last ones have cost this thread."""
+
+    def __init__(self) -> None:
+        self._small_s: list[float] = []
+        self._dear = 0
+
+    @property
+    def huge(self) -> bool:
+        return len(self._small_s) >= _MEASURED and self._dear < _DEAR_STEPS
+
+    def note(self, seconds: float) -> None:
+        if not self.huge:
+            self._small_s = [*self._small_s, seconds][:_MEASURED]
+            return
+        self._dear = self._dear + 1 if seconds > min(self._small_s) else 0
+
+
+def _span(segments: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return where the memory of segments begins and ends; nothing where it is not one piece."""
+    spans = [(segment.data_ptr(), segment.data_ptr() + segment.numel()) for segment in segments]
+    if any(not 0 <= after[0] - before[1] < ALIGN_BYTES for before, after in pairwise(spans)):
+        return 0, 0
+    return (spans[0][0], spans[-1][1]) if spans else (0, 0)
+
+
+def _steps(begin: int, end: int) -> list[tuple[int, int]]:
+    """Cut memory at multiples of a step, from the beginning of a page to the end of one."""
+    if begin == end:
+        return []
+    first, last = begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+    inner = range((first // _STEP_BYTES + 1) * _STEP_BYTES, last, _STEP_BYTES)
+    return list(pairwise([first, *inner, last]))
+
+
+def _advise(begin: int, end: int, advice: int) -> bool:
+    """Call madvise, and let other threads run meanwhile, as `mmap.madvise` does not; False where it failed."""
+    libc = ctypes.CDLL(None)
+    return int(libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)) == 0
