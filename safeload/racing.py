@@ -75,8 +75,9 @@ def race(what: Race) -> dict[str, Any]:
         what: What to run; the same on every rank.
 
     Returns:
-        `ways`, what was measured by way: lists by round. `memory`: of one load by each way. `resident`: in a cold race the largest share of the files that
-        was still in memory after they had been dropped, None where the system does not tell.
+        `ways`, what was measured by way: lists by round. `memory`: of one load by each way. `resident`: in a cold race
+        the largest share of the files that was still in memory after they had been dropped, None where the system does
+        not tell.
 
     Raises:
         SafeLoadError: A way did not load what `from_pretrained` loads.
