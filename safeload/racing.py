@@ -39,8 +39,10 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 WAYS: Final = ("sha256", *PEERS, *_OWN)
 _PAGE_BYTES: Final = 4096
-_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
-_MMAP_THRESHOLD_BYTES: Final = 128 * 1024  # what it begins with
+_M_TRIM_THRESHOLD: Final = -1  # of glibc's malloc.h
+_M_MMAP_THRESHOLD: Final = -3
+_LARGE_BYTES: Final = 1024**2
+_KEPT_BYTES: Final = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ class Race:
         rounds: How often each is measured.
         work: A folder for what ways keep.
         cold: Let the files be dropped from the page cache before each way.
+        reread: Read the files from the disk before the first way, else leave them as they are in memory.
     """
 
     folder: str
@@ -60,6 +63,7 @@ class Race:
     rounds: int
     work: str
     cold: bool = False
+    reread: bool = True
 
     def files(self) -> list[str]:
         """Return all that the ways read: the tower's files, and those in a format of a way's own."""
@@ -89,7 +93,7 @@ def race(what: Race) -> dict[str, Any]:
     _meet_over_tcp()
     model_class = load_class(what.folder)
     _prepare(model_class, what)
-    _warm(what.files())
+    _warm(what.files() if what.reread else [])
     loads = {way: _load_by(way, model_class, what) for way in what.ways}
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in what.ways}
     weights: dict[str, dict[str, float]] = {}
@@ -112,13 +116,15 @@ def race(what: Race) -> dict[str, Any]:
 
 
 def _let_malloc_map() -> None:
-    """Have glibc map every tensor by itself for good, as it does in a fresh process, and as a training's loads find it.
+    """Have glibc map every large tensor by itself for good, as a fresh process does, and as a training's loads find it.
 
     Otherwise it learns from what is freed to keep it: a way would be given the pages of the one before, already faulted
-    in, and would seem to need neither the time nor the memory.
+    in, and would seem to need neither the time nor the memory. Small memory is kept until a way has ended.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _meet_over_tcp() -> None:
