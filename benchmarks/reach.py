@@ -9,22 +9,14 @@ has to give again, which costs whoever is next more than the load. Prints a row 
 and keeps JSON and a picture, named by size and date. Ways of libraries that are not installed (`pip install
 'safeload[peers]'`) are left out, and their rows say so.
 
-Warm files are in memory as a read from the disk leaves them. With `--as-written` the tower is made anew and its pages
-stay as `save_pretrained` has written them, which are smaller: every mapping of them, `from_pretrained`'s too, pays for
-that, a tenth of a second a gigabyte on the machine that the kept results are from.
-
-`--cold` drops the tower's files from the page cache before each load: `fsync`, then `posix_fadvise(DONTNEED)`, which
-needs no root and leaves other files alone. Pages that a process maps would stay, so every rank has let go of its tower
-by then; `mincore` tells how many pages stayed nevertheless, and where it is more than one in a hundred the table says
-that it was not cold. The disk's own cache, and a hypervisor's, are not reached: a cold read may still be faster than
-the disk. It has a target of its own; the others are for warm files.
+Warm files are in memory as a read from the disk leaves them., however they came
+there: what a program has just written may lie in smaller pages, for which every mapping of them pays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -207,37 +199,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="of each race")
     parser.add_argument("--overview", type=int, default=3, help="rounds of all ways in turn")
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each load")
-    parser.add_argument("--as-written", action="store_true", help="leave a new tower's pages as they were written")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     ranks = tuple(map(int, args.ranks.split(",")))
     targets, beside = (COLD_TARGETS, COLD_BESIDE) if args.cold else (TARGETS, BESIDE)
-    made = args.work / "as-written" if args.as_written else args.work
-    if args.as_written:
-        shutil.rmtree(made, ignore_errors=True)
-    folder = make_tower(made, args.size)
+    folder = make_tower(args.work, args.size)
 
     def run(of: Sequence[str], rounds: int) -> BenchReport:
-        return bench(
-            folder,
-            ways=of,
-            ranks=ranks,
-            rounds=rounds,
-            work=args.work / "cache",
-            cold=args.cold,
-            reread=not args.as_written,
-            optional=True,
-        )
+        work = args.work / "cache"
+        return bench(folder, ways=of, ranks=ranks, rounds=rounds, work=work, cold=args.cold, optional=True)
 
     raced = [run(pair, args.rounds) for pair in races(targets)]
     report = run(ways(targets, beside), args.overview)
-    cold = " --cold" if args.cold else " --as-written" if args.as_written else ""
+    cold = " --cold" if args.cold else ""
     command = f"python -m benchmarks.reach --size {args.size} --ranks {args.ranks} --rounds {args.rounds}{cold}"
     rows = reached(raced, targets, ranks)
     for each in (*raced, report):
         print(bench_table(each))
     Console(width=100).print(reach_table(rows, f"reach, {report.tower}, {args.rounds} rounds"))
-    name = f"reach-{args.size}{cold.replace(' --', '-')}-{date.today().isoformat()}"
+    name = f"reach-{args.size}{'-cold' if args.cold else ''}-{date.today().isoformat()}"
     keep(report, rows, args.results, name, command, raced=raced)
 
 

@@ -70,8 +70,8 @@ class BenchReport:
         limits_s: What the machine's own limits set for as many bytes, in seconds.
         machine: What it is.
         versions: Of python and the packages.
-        page_cache: "warm", as a read from the disk leaves it; "as written" by whoever wrote last; or "cold" where the
-            files were dropped from it before each way.
+        page_cache: "warm", as a read from the disk leaves it, or "cold" where the files were dropped from it before
+            each way.
         resident: Where cold, the largest share of the files that had stayed in memory; None where nobody can tell.
         left_out: Ways that were not measured, and why.
     """
@@ -82,7 +82,7 @@ class BenchReport:
     limits_s: Mapping[str, float]
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
-    page_cache: Literal["warm", "as written", "cold"] = "warm"
+    page_cache: Literal["warm", "cold"] = "warm"
     resident: float | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
 
@@ -148,7 +148,6 @@ def bench(
     rounds: int = 5,
     work: Path,
     cold: bool = False,
-    reread: bool = True,
     optional: bool = False,
 ) -> BenchReport:
     """Measure.
@@ -160,8 +159,6 @@ def bench(
         rounds: How often each way is measured with each number of ranks, after a load that warms up and is checked.
         work: A folder for lists of chunks, and for towers in formats of others.
         cold: Drop the files from the page cache before each way.
-        reread: Have the files in the page cache as a read from the disk leaves them; else as they are there. What has
-            just been written may lie in smaller pages, for which every mapping pays.
         optional: Leave out ways whose library is not installed; refuse them otherwise.
 
     Returns:
@@ -171,7 +168,7 @@ def bench(
         SafeLoadError: An unknown way, one that is not installed, or one that loads other values than from_pretrained.
     """
     there, left_out = _checked(folder, ways, optional=optional)
-    what = Race(folder=str(folder), ways=there, rounds=rounds, work=str(work), cold=cold, reread=reread)
+    what = Race(folder=str(folder), ways=there, rounds=rounds, work=str(work), cold=cold)
     env = {"XDG_CACHE_HOME": str(work), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     measured: list[Measured] = []
     resident: list[float | None] = []
@@ -187,7 +184,7 @@ def bench(
         limits_s=limits_s(tower_bytes),
         machine=machine(),
         versions=versions(),
-        page_cache="cold" if cold else "warm" if reread else "as written",
+        page_cache="cold" if cold else "warm",
         resident=None if None in resident else max(each for each in resident if each is not None),
         left_out=left_out,
     )

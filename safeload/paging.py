@@ -15,6 +15,7 @@ import ctypes
 import functools
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,11 +24,16 @@ from typing import Any, Final
 
 from safeload.holding import write_at
 
-__all__ = ["Backed", "Window", "huge_page_bytes"]
+__all__ = ["HUGE", "POPULATE_READ", "POPULATE_WRITE", "SMALL", "Backed", "Window", "advise", "huge_page_bytes", "knows"]
+
+HUGE: Final = 14  # advice of Linux's madvise(2), by its number: python's mmap does not name all of it
+SMALL: Final = 15
+POPULATE_READ: Final = 22  # since Linux 5.14, as the next
+POPULATE_WRITE: Final = 23
+_COLLAPSE: Final = 25
 
 _SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _LARGEST_BYTES: Final = 32 * 1024**2  # on arm64 a huge page may have 512 MiB: no use for towers
-_MADV_COLLAPSE: Final = 25
 _MAP_FIXED: Final = 0x10
 _AHEAD_PAGES: Final = 4  # asked for at a time: each call takes its time, and makes the kernel drain lists on every core
 _MOST_S_PER_BYTE: Final = 0.3e-9  # less than small pages cost: a virtual machine may have to ask its host for huge ones
@@ -50,6 +56,26 @@ def _libc() -> Any:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
+
+
+def advise(begin: int, end: int, advice: int) -> bool:
+    """Advise the kernel of memory of this process, and let other threads run meanwhile, as `mmap.madvise` does not.
+
+    Args:
+        begin: Address; a multiple of the page's size.
+        end: Where it ends.
+        advice: One of those above.
+
+    Returns:
+        Whether the kernel has taken it.
+    """
+    return int(_libc().madvise(begin, end - begin, advice)) == 0
+
+
+@functools.cache
+def knows(advice: int) -> bool:
+    """Return whether this kernel knows an advice."""
+    return sys.platform == "linux" and advise(0, 0, advice)  # of no memory at all
 
 
 class Window:
@@ -155,7 +181,8 @@ class Backed:
             self._window = Window(self._fd, self._end * page, writable=False)
         for number in range(first, stop):
             os.posix_fallocate(self._fd, number * page, 1)
-        if _libc().madvise(self._window.address + first * page, (stop - first) * page, _MADV_COLLAPSE):
+        base = self._window.address
+        if not advise(base + first * page, base + stop * page, _COLLAPSE):
             raise _error()
 
     def _give_up(self) -> None:

@@ -10,7 +10,6 @@ Receives memory that nobody has written to yet; changes no byte of it, also wher
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
 import threading
@@ -23,6 +22,7 @@ from typing import Final
 import torch
 
 from safeload.mapping import ALIGN_BYTES
+from safeload.paging import HUGE, POPULATE_WRITE, SMALL, advise
 
 __all__ = ["Populating"]
 
@@ -30,9 +30,6 @@ _HUGE_PAGE_BYTES: Final = 2 * 1024**2
 _STEP_BYTES: Final = 2 * _HUGE_PAGE_BYTES  # small: so much is lost where huge pages turn out to be dear
 _MEASURED: Final = 2  # steps in small pages, to know what those cost
 _DEAR_STEPS: Final = 2  # in a row: one alone may be chance
-_MADV_HUGEPAGE: Final = 14
-_MADV_NOHUGEPAGE: Final = 15
-_MADV_POPULATE_WRITE: Final = 23
 _JOIN_S: Final = 5.0
 
 
@@ -68,9 +65,9 @@ class Populating:
             if self._stop.is_set():
                 return
             start_s = time.thread_time()
-            _advise(at, stop, _MADV_HUGEPAGE if choice.huge else _MADV_NOHUGEPAGE)
-            if not _advise(at, stop, _MADV_POPULATE_WRITE):  # a kernel that cannot
-                _advise(at, _steps(begin, end)[-1][1], _MADV_HUGEPAGE)  # the best that can be done unseen
+            advise(at, stop, HUGE if choice.huge else SMALL)
+            if not advise(at, stop, POPULATE_WRITE):  # a kernel that cannot
+                advise(at, _steps(begin, end)[-1][1], HUGE)  # the best that can be done unseen
                 return
             choice.note(time.thread_time() - start_s)
 
@@ -108,9 +105,3 @@ def _steps(begin: int, end: int) -> list[tuple[int, int]]:
     first, last = begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
     inner = range((first // _STEP_BYTES + 1) * _STEP_BYTES, last, _STEP_BYTES)
     return list(pairwise([first, *inner, last]))
-
-
-def _advise(begin: int, end: int, advice: int) -> bool:
-    """Call madvise, and let other threads run meanwhile, as `mmap.madvise` does not; False where it failed."""
-    libc = ctypes.CDLL(None)
-    return int(libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)) == 0

@@ -55,7 +55,6 @@ class Race:
         rounds: How often each is measured.
         work: A folder for what ways keep.
         cold: Let the files be dropped from the page cache before each way.
-        reread: Read the files from the disk before the first way, else leave them as they are in memory.
     """
 
     folder: str
@@ -63,7 +62,6 @@ class Race:
     rounds: int
     work: str
     cold: bool = False
-    reread: bool = True
 
     def files(self) -> list[str]:
         """Return all that the ways read: the tower's files, and those in a format of a way's own."""
@@ -93,7 +91,7 @@ def race(what: Race) -> dict[str, Any]:
     _meet_over_tcp()
     model_class = load_class(what.folder)
     _prepare(model_class, what)
-    _warm(what.files() if what.reread else [])
+    _warm(what.files())
     loads = {way: _load_by(way, model_class, what) for way in what.ways}
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in what.ways}
     weights: dict[str, dict[str, float]] = {}

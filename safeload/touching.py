@@ -1,13 +1,14 @@
 """Enter the pages of mapped memory into this process's page table while the load waits anyway.
 
 A page that is in memory still costs a fault when a process first looks at it: a tenth of a second a gigabyte, which the
-first forward would pay. Receives segments and who knows whether their bytes are there; looks at one byte in each window
-that the kernel enters together, behind whoever fills the memory and never before it: a page that is not there yet would
-be made, or read from a disk out of turn.
+first forward would pay. Receives segments and who knows whether their bytes are there; has their pages entered behind
+whoever fills the memory and never before it: a page that is not there yet would be made, or read from a disk out of
+turn. Where the kernel cannot be asked for that, one byte is looked at in each window that it enters together.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Final
 import torch
 
 from safeload.mapping import WINDOW_BYTES
+from safeload.paging import POPULATE_READ, advise, knows
 
 __all__ = ["Touching"]
 
@@ -54,6 +56,15 @@ class Touching:
             while not self._is_there(number):
                 if self._stop.wait(_PAUSE_S):
                     return
-            segment[::WINDOW_BYTES].sum()
+            _enter(segment)
             if self._stop.is_set():
                 return
+
+
+def _enter(segment: torch.Tensor) -> None:
+    begin, end = segment.data_ptr(), segment.data_ptr() + segment.numel()
+    page = mmap.PAGESIZE
+    if knows(POPULATE_READ):  # a file that was cut short is an error of this, where a look would end the process
+        advise(begin // page * page, -(-end // page) * page, POPULATE_READ)
+    else:
+        segment[::WINDOW_BYTES].sum()

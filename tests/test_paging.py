@@ -56,7 +56,7 @@ def _gives_huge_pages() -> bool:
         os.ftruncate(fd, page)
         os.posix_fallocate(fd, 0, 1)
         window = Window(fd, page, writable=False)
-        return paging._libc().madvise(window.address, page, paging._MADV_COLLAPSE) == 0
+        return paging.advise(window.address, window.address + page, paging._COLLAPSE)
 
 
 needs_huge_pages = pytest.mark.skipif(not _gives_huge_pages(), reason="this kernel gives no huge pages to memory")

@@ -16,7 +16,7 @@ from safeload.populating import Populating
 
 STEP = populating._STEP_BYTES
 SIZES = (10 * STEP, 64, 1000, 3 * STEP)  # 52 MiB
-POPULATE = populating._MADV_POPULATE_WRITE
+POPULATE = populating.POPULATE_WRITE
 
 
 def _allocate(sizes=SIZES):
@@ -38,18 +38,18 @@ def advised(monkeypatch):
 
     def advise(begin, end, advice):
         if advice == POPULATE:
-            clock[0] += 0.001 if seen[-1][2] == populating._MADV_NOHUGEPAGE or not cost_s else cost_s.pop(0)
+            clock[0] += 0.001 if seen[-1][2] == populating.SMALL or not cost_s else cost_s.pop(0)
         seen.append((begin, end, advice))
         return True
 
-    monkeypatch.setattr(populating, "_advise", advise)
+    monkeypatch.setattr(populating, "advise", advise)
     monkeypatch.setattr(populating.sys, "platform", "linux")
     monkeypatch.setattr(populating.time, "thread_time", lambda: clock[0])
     return seen, cost_s
 
 
 def _kinds(seen):
-    return [advice == populating._MADV_HUGEPAGE for _, _, advice in seen if advice != POPULATE]
+    return [advice == populating.HUGE for _, _, advice in seen if advice != POPULATE]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/self/smaps and MADV_POPULATE_WRITE")
@@ -58,7 +58,7 @@ def test_all_pages_are_there_and_no_byte_is_changed():
     segments[1].fill_(7)
     segments[3][-1] = 9
     page = segments[0].data_ptr() // 4096 * 4096
-    if not populating._advise(page, page, POPULATE):
+    if not populating.advise(page, page, POPULATE):
         pytest.skip("this kernel is older than 5.14: it makes pages only as they are written to")
     faults = _faults()
     _populate(segments)
@@ -117,10 +117,10 @@ def test_one_dear_page_is_chance(advised):
 def test_a_kernel_that_cannot_is_left_to_make_huge_pages_itself(monkeypatch):
     seen = []
     monkeypatch.setattr(populating.sys, "platform", "linux")
-    monkeypatch.setattr(populating, "_advise", lambda *args: seen.append(args) or args[2] != POPULATE)
+    monkeypatch.setattr(populating, "advise", lambda *args: seen.append(args) or args[2] != POPULATE)
     segments = _allocate()
     _populate(segments)
-    assert [advice for _, _, advice in seen] == [populating._MADV_NOHUGEPAGE, POPULATE, populating._MADV_HUGEPAGE]
+    assert [advice for _, _, advice in seen] == [populating.SMALL, POPULATE, populating.HUGE]
     assert seen[-1][0] <= segments[0].data_ptr()
     assert seen[-1][1] >= segments[-1].data_ptr() + SIZES[-1]
 
@@ -141,7 +141,7 @@ def test_it_stops_when_the_load_ends(monkeypatch):
         return True
 
     monkeypatch.setattr(populating.sys, "platform", "linux")
-    monkeypatch.setattr(populating, "_advise", advise)
+    monkeypatch.setattr(populating, "advise", advise)
     with Populating(_allocate()) as populate:
         while not steps:
             time.sleep(0.001)

@@ -10,8 +10,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from safeload import touching
 from safeload.deferring import Place
 from safeload.mapping import WINDOW_BYTES, map_private, mapped_now, view
+from safeload.paging import POPULATE_READ, knows
 from safeload.planning import LoadPlan, Segment
 from safeload.sharing import Blocks, Layout
 from safeload.touching import Touching
@@ -41,8 +43,8 @@ def test_everything_that_is_there_is_looked_at(memory):
     segment = view(map_private(memory, 2 * SIZE), 0, SIZE)
     seen = mapped_now([memory])
     assert not seen.looked_at(0)
-    with Touching([segment], lambda number: True) as touching:
-        assert until(lambda: not touching._thread.is_alive())
+    with Touching([segment], lambda number: True) as begun:
+        assert until(lambda: not begun._thread.is_alive())
     assert seen.looked_at(0)
 
 
@@ -59,12 +61,12 @@ def test_what_is_not_there_is_waited_for(memory):
     )
     blocks = Blocks((memory,), layout)
     plan = LoadPlan(tensors=(), segments=(Segment(size_bytes=SIZE),) * 2)
-    with Touching(segments, lambda number: blocks.is_there(plan, number)) as touching:
+    with Touching(segments, lambda number: blocks.is_there(plan, number)) as begun:
         time.sleep(0.1)
-        assert touching._thread.is_alive()
+        assert begun._thread.is_alive()
         assert os.lseek(memory, 0, os.SEEK_HOLE) == SIZE  # looking at it would have made it
         os.pwrite(memory, b"y" * SIZE, SIZE)
-        assert until(lambda: not touching._thread.is_alive())
+        assert until(lambda: not begun._thread.is_alive())
 
 
 def test_bytes_are_there_when_they_are_written_whatever_the_order(memory):
@@ -103,7 +105,31 @@ def test_a_file_is_there_when_it_has_been_read(tmp_path):
 
 def test_it_ends_with_its_block(memory):
     segment = view(map_private(memory, SIZE), 0, SIZE)
-    with Touching([segment], lambda number: False) as touching:
-        assert touching._thread.is_alive()
-    assert not touching._thread.is_alive()
+    with Touching([segment], lambda number: False) as begun:
+        assert begun._thread.is_alive()
+    assert not begun._thread.is_alive()
     assert not mapped_now([memory]).looked_at(0)
+
+
+@pytest.mark.parametrize("kernel", ["new", "old"])
+def test_pages_that_are_there_are_entered(memory, kernel, monkeypatch):
+    monkeypatch.setattr(touching, "knows", lambda advice: kernel == "new" and knows(advice))
+    os.pwrite(memory, b"x" * SIZE, 0)
+    segment = view(map_private(memory, SIZE), 0, SIZE)
+    assert not mapped_now([memory]).looked_at(0)
+    with Touching([segment], lambda number: True) as begun:
+        begun._thread.join(timeout=30)
+    assert mapped_now([memory]).looked_at(0)
+
+
+@pytest.mark.skipif(not knows(POPULATE_READ), reason="this kernel is older than 5.14")
+def test_a_file_that_was_cut_short_does_not_end_the_process(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * SIZE)
+    fd = os.open(path, os.O_RDWR)
+    segment = view(map_private(fd, SIZE), 0, SIZE)
+    os.ftruncate(fd, 4096)
+    os.close(fd)
+    with Touching([segment], lambda number: True) as begun:
+        begun._thread.join(timeout=30)
+        assert not begun._thread.is_alive()
