@@ -12,8 +12,9 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -28,13 +29,16 @@ _PATCHED_METHODS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "torch.nn.modules.module": {"Module": ("register_parameter", "register_buffer", "__init__")},
     "transformers.modeling_utils": {"PreTrainedModel": ("init_weights", "tie_weights")},
 }
+_originals: Final[dict[tuple[str, str], Callable[..., Any]]] = {}  # those that were met, by module and qualified name
+_one_at_a_time: Final = threading.RLock()  # what is stepped out of belongs to the process, not to a thread
 
 
 def pristine(current: Callable[..., Any], *, module: str, qualname: str) -> Callable[..., Any]:
     """Return the function that was defined as `module.qualname`, whatever it has been patched with since.
 
     Context managers such as accelerate's `init_empty_weights` or transformers' `no_tie_weights` replace a function and
-    keep the original where it cannot be asked for, so that a patched one is looked up among the live functions.
+    keep the original where it cannot be asked for, so that one that was never met as it was is looked up among the live
+    functions: among the old ones alone, since a tuple that another thread is just building must not be referred to.
 
     Args:
         current: What the name is bound to now. Returned as it is when it is the original.
@@ -49,9 +53,12 @@ def pristine(current: Callable[..., Any], *, module: str, qualname: str) -> Call
         return getattr(candidate, "__module__", None) == module and getattr(candidate, "__qualname__", None) == qualname
 
     if is_original(current):
-        return current
-    live = (found for found in gc.get_objects() if type(found) is types.FunctionType and is_original(found))
-    return next(live, current)
+        return _originals.setdefault((module, qualname), current)
+    if (module, qualname) not in _originals:
+        old = (found for number in (2, 1) for found in gc.get_objects(generation=number))
+        live = (found for found in old if type(found) is types.FunctionType and is_original(found))
+        _originals[module, qualname] = next(live, current)
+    return _originals[module, qualname]
 
 
 def _candidates() -> Iterator[tuple[Any, str, str]]:
@@ -145,7 +152,8 @@ def clean_contexts(*, device: torch.device, dtype: torch.dtype = torch.float32) 
 
     Stepped out of: `torch.device(...)` contexts and the default device, `torch.set_default_dtype`, inference mode,
     autocast, transformers' initialisation contexts, accelerate's `init_empty_weights`, DeepSpeed's `zero.Init`, and the
-    environment `ACCELERATE_USE_FSDP` with `FSDP_CPU_RAM_EFFICIENT_LOADING`. The random state is left as it was.
+    environment `ACCELERATE_USE_FSDP` with `FSDP_CPU_RAM_EFFICIENT_LOADING`. The random state is left as it was. One
+    thread at a time: most of these belong to the whole process.
 
     Args:
         device: The device that tensors are made on inside.
@@ -154,6 +162,7 @@ def clean_contexts(*, device: torch.device, dtype: torch.dtype = torch.float32) 
     Ranks: local.
     """
     with (
+        _one_at_a_time,
         _same_random_state(),
         _plain_environment(),
         _outside_zero_init(),
@@ -182,26 +191,43 @@ def plain_tensors(device: torch.device) -> Iterator[None]:
         yield
 
 
+# Functions of torch.nn.init that take a tensor of every shape, and those that refuse one of less than two dimensions.
+_FILLS: Final = frozenset({"uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_"})
+_FANS: Final = frozenset({"kaiming_uniform_", "kaiming_normal_"})
+_KNOWN: Final[Mapping[str, frozenset[str]]] = {  # values that the latter never refuse
+    "mode": frozenset({"fan_in", "fan_out"}),
+    "nonlinearity": frozenset({"leaky_relu", "relu", "linear"}),
+}
+
+
 class _UnfilledMeta(TorchFunctionMode):
-    """Leaves a tensor on meta as it is where a function of `torch.nn.init` would fill it."""
+    """Leaves a tensor on meta as it is where a function of `torch.nn.init` would fill it, and would not refuse to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._fills = frozenset(vars(torch.nn.init)[name] for name in _initialisers())
+        self._fills, self._fans = (frozenset(vars(torch.nn.init)[name] for name in names) for names in (_FILLS, _FANS))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func in self._fills:
+        if func in self._fills or (func in self._fans and _is_never_refused(args, given)):
             tensor = args[0] if args else given.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor
         return func(*args, **given)
 
 
+def _is_never_refused(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether a call of one of `_FANS` takes a matrix, at least, and says no more than those are sure to know."""
+    tensor = args[0] if args else given.get("tensor")
+    is_matrix = isinstance(tensor, torch.Tensor) and tensor.dim() > 1
+    return len(args) <= 1 and is_matrix and all(given.get(name) in {None, *known} for name, known in _KNOWN.items())
+
+
 def unfilled_meta() -> contextlib.AbstractContextManager[object]:
     """Construct a module on meta inside this, within `clean_contexts`: what has no values is not given random ones.
 
-    Filling it has no effect, and torch does it in Python, tensor by tensor. Tensors elsewhere are filled as ever.
+    Filling it has no effect, and torch does it in Python, tensor by tensor. Tensors elsewhere are filled as ever, and a
+    tensor that an initialiser refuses for its shape is refused here too.
 
     Ranks: local.
     """

@@ -6,6 +6,7 @@ follows, so that a failure on any rank is the same error on every rank, and nobo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -13,7 +14,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -27,10 +28,11 @@ from safeload.casting import install_boundary_casts, install_boundary_errors
 from safeload.delivering import Call, Filled, deliver, prepare
 from safeload.errors import ProtectionError
 from safeload.group import Group, join_group
+from safeload.guarding import Guarded
 from safeload.opening import Opened, open_source
 from safeload.placing import tensors_of
 from safeload.promising import Promise
-from safeload.protecting import protect, tower_state
+from safeload.protecting import protect, tower_state, unprotect
 from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
 from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
@@ -193,20 +195,33 @@ def safe_from_pretrained(
         if request.verdict == "first_use":
             meter.end()
             return _return_early(call, filled, sourced, meter)
-        # What is mapped is protected while it is still being verified; what was sent has to be fingerprinted for that.
-        tower = ranks.agree("protect", lambda: _protect(call, filled)) if filled.is_mapped else None
-        with call.clock.stage("verify"):
-            agree = split.agrees(ranks) if split is not None and filled.uses_chunks else None
-            ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
-        meter.end()  # all bytes are there
-        if tower is None:
-            tower = ranks.agree("protect", lambda: _protect(call, filled))
-        ranks.agree("sealed", filled.check_sealed)
+        with _no_tower_unless_verified(filled.module):
+            # What is mapped is protected while it is still being verified; what is sent, from its fingerprints, then.
+            tower = ranks.agree("protect", lambda: _protect(call, filled)) if filled.is_mapped else None
+            with call.clock.stage("verify"):
+                agree = split.agrees(ranks) if split is not None and filled.uses_chunks else None
+                ranks.on_source("verify", lambda: sourced.finish(chunks_agree=agree) if sourced else None)
+            meter.end()  # all bytes are there
+            if tower is None:
+                tower = ranks.agree("protect", lambda: _protect(call, filled))
+            ranks.agree("sealed", filled.check_sealed)
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
         tower_state(tower).report = report
         if ranks.is_source:
             _LOG.info("%s", report)
         return tower
+
+
+@contextlib.contextmanager
+def _no_tower_unless_verified(module: nn.Module) -> Iterator[None]:
+    """Leave no protected module behind a failure: a caller may hold it, and would take it for a verified tower."""
+    was_tower = isinstance(module, Guarded)  # which is refused
+    try:
+        yield
+    except BaseException:
+        if not was_tower:
+            unprotect(module)
+        raise
 
 
 def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:

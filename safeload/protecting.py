@@ -19,7 +19,7 @@ from safeload.keeping import Originals, Protection, keep, record_of
 from safeload.marking import mark, unmark
 from safeload.mending import mend
 
-__all__ = ["frozen_towers", "protect", "tower_state", "unfreeze"]
+__all__ = ["frozen_towers", "protect", "tower_state", "unfreeze", "unprotect"]
 
 
 def protect(
@@ -64,6 +64,18 @@ def protect(
     guard(module, protection)
     mark(module)
     return module
+
+
+def unprotect(module: nn.Module) -> None:
+    """Take the protection off a module whose bytes were refused after all: it is no tower. It stays frozen.
+
+    Args:
+        module: What `protect` was called on; nothing is done where that did not come to its end.
+    """
+    if isinstance(module, Guarded):
+        unguard(module)
+        unmark(module)
+        remove_boundary(module)
 
 
 def frozen_towers(model: nn.Module) -> dict[str, nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -171,3 +172,17 @@ def test_every_patched_function_is_still_where_it_is_looked_for():
     assert {"Module.register_parameter", "PreTrainedModel.tie_weights", "kaiming_uniform_"} <= found
     for owner, name, qualname in _candidates():
         assert vars(owner)[name].__qualname__ == qualname
+
+
+def test_threads_that_build_at_the_same_time_leave_everything_as_it_was():
+    before = {name: value for name, value in vars(nn.init).items() if callable(value)}
+
+    def build(dtype):
+        for _ in range(50):
+            with clean_contexts(device=torch.device("cpu"), dtype=dtype):
+                assert nn.Linear(2, 2).weight.dtype == dtype
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(build, (torch.float16, torch.float32, torch.float64)))
+    assert torch.get_default_dtype() == torch.float32
+    assert {name: value for name, value in vars(nn.init).items() if callable(value)} == before
