@@ -9,8 +9,14 @@ has to give again, which costs whoever is next more than the load. Prints a row 
 and keeps JSON and a picture, named by size and date. Ways of libraries that are not installed (`pip install
 'safeload[peers]'`) are left out, and their rows say so.
 
-Warm files are in memory as a read from the disk leaves them., however they came
-there: what a program has just written may lie in smaller pages, for which every mapping of them pays.
+Warm files are in memory as a read from the disk leaves them, where the system can drop them before; what a program has
+just written may lie in smaller pages, for which every mapping of them pays (`safeload.chilling.read_anew`).
+
+`--cold` drops the tower's files from the page cache before each load: `fsync`, then `posix_fadvise(DONTNEED)`, which
+needs no root and leaves other files alone. Pages that a process maps would stay, so every rank has let go of its tower
+by then; `mincore` tells how many pages stayed nevertheless, and where it is more than one in a hundred the table says
+that it was not cold. The disk's own cache, and a hypervisor's, are not reached: a cold read may still be faster than
+the disk. It has a target of its own; the others are for warm files.
 """
 
 from __future__ import annotations
@@ -212,7 +218,8 @@ def main() -> None:
     raced = [run(pair, args.rounds) for pair in races(targets)]
     report = run(ways(targets, beside), args.overview)
     cold = " --cold" if args.cold else ""
-    command = f"python -m benchmarks.reach --size {args.size} --ranks {args.ranks} --rounds {args.rounds}{cold}"
+    rounds = f"--rounds {args.rounds} --overview {args.overview}"
+    command = f"python -m benchmarks.reach --size {args.size} --ranks {args.ranks} {rounds}{cold}"
     rows = reached(raced, targets, ranks)
     for each in (*raced, report):
         print(bench_table(each))

@@ -24,7 +24,7 @@ from safeload.crowding import device_unit, warn_of_shared_device
 from safeload.errors import SafeLoadError
 from safeload.group import Group
 from safeload.handing import node_key
-from safeload.placing import allocate, check_module, place
+from safeload.placing import allocate, check_module, is_one_piece, place
 from safeload.planning import LoadPlan
 from safeload.populating import Populating
 from safeload.recipes import Recipe
@@ -278,7 +278,7 @@ def _broadcast(call: Call, filled: Filled, device: torch.device, sourced: Source
     with clock.stage("allocate"):
         moves = not ranks.is_source or device != _CPU  # the source keeps its own memory where that is on the cpu
         target = ranks.agree("allocate", lambda: allocate(load_plan, device) if moves else None)
-        if target is not None and device == _CPU:
+        if target is not None and is_one_piece(load_plan, device):
             call.kept.enter_context(Populating(target))
         source = ranks.agree("segments", lambda: sourced.segments() if sourced else None)
     with clock.stage("broadcast"):

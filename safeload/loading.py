@@ -204,7 +204,8 @@ def safe_from_pretrained(
             meter.end()  # all bytes are there
             if tower is None:
                 tower = ranks.agree("protect", lambda: _protect(call, filled))
-            ranks.agree("sealed", filled.check_sealed)
+            if filled.is_mapped:
+                ranks.agree("sealed", filled.check_sealed)
         report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
         tower_state(tower).report = report
         if ranks.is_source:

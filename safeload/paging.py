@@ -35,6 +35,7 @@ _COLLAPSE: Final = 25
 _SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _LARGEST_BYTES: Final = 32 * 1024**2  # on arm64 a huge page may have 512 MiB: no use for towers
 _MAP_FIXED: Final = 0x10
+_PLACEHOLDER: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | 0x4000  # MAP_NORESERVE
 _AHEAD_PAGES: Final = 4  # asked for at a time: each call takes its time, and makes the kernel drain lists on every core
 _MOST_S_PER_BYTE: Final = 0.3e-9  # less than small pages cost: a virtual machine may have to ask its host for huge ones
 
@@ -97,7 +98,7 @@ class Window:
         align_bytes = huge_page_bytes() or mmap.PAGESIZE
         self.size_bytes = size_bytes
         # A place in the address space, which python gives back as a whole when nobody uses it any more.
-        self.buffer = mmap.mmap(-1, size_bytes + align_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.buffer = mmap.mmap(-1, size_bytes + align_bytes, flags=_PLACEHOLDER)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
         self.address = -(-begin // align_bytes) * align_bytes
         self.shift = self.address - begin

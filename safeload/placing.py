@@ -8,6 +8,7 @@ the module. Nothing stays unfilled and nothing stays on meta.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +20,7 @@ from safeload.errors import CheckpointError
 from safeload.mapping import ALIGN_BYTES
 from safeload.planning import LoadPlan, NamedTensor, TensorSpec, list_tensors, named_tensors
 
-__all__ = ["Placement", "allocate", "check_module", "place", "tensors_of"]
+__all__ = ["Placement", "allocate", "check_module", "is_one_piece", "place", "tensors_of"]
 
 _LISTED = 20
 _ONE_PIECE_BYTES: Final = 32 * 1024**2  # below that, rounding up to huge pages would show
@@ -52,9 +53,19 @@ def allocate(load_plan: LoadPlan, device: torch.device) -> tuple[torch.Tensor, .
 
     Ranks: every rank that receives.
     """
-    if device.type == "cpu" and load_plan.size_bytes >= _ONE_PIECE_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
+    if is_one_piece(load_plan, device):
         return _allocate_as_one(load_plan)
     return tuple(torch.empty(segment.size_bytes, dtype=torch.uint8, device=device) for segment in load_plan.segments)
+
+
+def is_one_piece(load_plan: LoadPlan, device: torch.device) -> bool:
+    """Say whether `allocate` maps memory for the tower alone, in one piece.
+
+    Args:
+        load_plan: The source's plan.
+        device: Where the tower will live.
+    """
+    return device.type == "cpu" and load_plan.size_bytes >= _ONE_PIECE_BYTES and sys.platform == "linux"
 
 
 def _allocate_as_one(load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
@@ -190,7 +201,7 @@ def place(
         else:
             made[spec.name] = made[spec.same_as]
         _put(owners, spec, made[spec.name])
-    meta = sorted(name for name, tensor in ours.items() if tensor.is_meta and name not in made)
+    meta = sorted(name for name, _, tensor, _ in list_tensors(module) if tensor.is_meta)
     if meta:
         raise CheckpointError(f"still on the meta device after the load: {', '.join(meta)}", missing=meta)
     own = sum(spec.same_as is None for spec in load_plan.tensors)

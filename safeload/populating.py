@@ -10,6 +10,7 @@ Receives memory that nobody has written to yet; changes no byte of it, also wher
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 import threading
@@ -47,7 +48,8 @@ class Populating:
 
     def __enter__(self) -> Populating:
         """Begin."""
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # no thread to be had: pages are made as the bytes arrive
+            self._thread.start()
         return self
 
     def __exit__(
@@ -55,21 +57,29 @@ class Populating:
     ) -> None:
         """Stop; what has no pages yet gets them when it is written to."""
         self._stop.set()
-        self._thread.join(timeout=_JOIN_S)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=_JOIN_S)
         self._segments = ()
 
     def _run(self) -> None:
         begin, end = _span(self._segments)
+        try:
+            self._populate(begin, end)
+        finally:  # no page is made by this: it lets the kernel join small ones later, where that is configured
+            if begin < end and sys.platform == "linux":
+                advise(*_pages(begin, end), HUGE)
+
+    def _populate(self, begin: int, end: int) -> None:
         choice = _Choice()
         for at, stop in _steps(begin, end) if sys.platform == "linux" else ():
             if self._stop.is_set():
                 return
             start_s = time.thread_time()
             advise(at, stop, HUGE if choice.huge else SMALL)
-            if not advise(at, stop, POPULATE_WRITE):  # a kernel that cannot
-                advise(at, _steps(begin, end)[-1][1], HUGE)  # the best that can be done unseen
+            if not advise(at, stop, POPULATE_WRITE):  # a kernel that cannot, or no memory: told by who writes
                 return
-            choice.note(time.thread_time() - start_s)
+            if stop - at == _STEP_BYTES:  # else no measure for a step
+                choice.note(time.thread_time() - start_s)
 
 
 class _Choice:
@@ -98,10 +108,15 @@ def _span(segments: Sequence[torch.Tensor]) -> tuple[int, int]:
     return (spans[0][0], spans[-1][1]) if spans else (0, 0)
 
 
+def _pages(begin: int, end: int) -> tuple[int, int]:
+    """Return the beginning of the first page of some memory and the end of the last."""
+    return begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def _steps(begin: int, end: int) -> list[tuple[int, int]]:
     """Cut memory at multiples of a step, from the beginning of a page to the end of one."""
     if begin == end:
         return []
-    first, last = begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+    first, last = _pages(begin, end)
     inner = range((first // _STEP_BYTES + 1) * _STEP_BYTES, last, _STEP_BYTES)
     return list(pairwise([first, *inner, last]))

@@ -65,8 +65,8 @@ class MemoryMeter:
 
     A reading takes milliseconds, and tens of them where gigabytes are mapped, with the address space locked meanwhile:
     none is taken by the thread that loads, and none between the first and the last one but where memory of the
-    process's own has grown. Mapped files count when they are all mapped, at the end. What is anonymous is the process's
-    own, so that its growth is that of PSS: a reading is done without where little else has changed since the last.
+    process's own has grown. Mapped files count when they are all mapped, at the end. On the way growth of anonymous
+    memory is taken for growth of PSS, where little else has changed since a reading; the last one is always taken.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class MemoryMeter:
     def _has_grown(self) -> bool:
         return _resident_kib()[0] > self._anonymous_kib * (1 + _STEP)
 
-    def _sample(self) -> int | None:
+    def _sample(self, *, at_end: bool = False) -> int | None:
         anonymous_kib, mapped_kib = _resident_kib()
         self._anonymous_kib = max(self._anonymous_kib, anonymous_kib)
         last = self._last
-        if last is None or abs(mapped_kib - last.mapped_kib) * 1024 > _DOUBT * last.pss_bytes:
+        if at_end or last is None or abs(mapped_kib - last.mapped_kib) * 1024 > _DOUBT * last.pss_bytes:
             now = pss_bytes()
             if now is None:
                 return None
@@ -103,7 +103,7 @@ class MemoryMeter:
             if self._has_grown():
                 self._sample()
             pause_s = max(_SAMPLE_S, _SHARE * (time.perf_counter() - start))
-        self.after_bytes = self._sample()
+        self.after_bytes = self._sample(at_end=True)
 
     def __enter__(self) -> MemoryMeter:
         """Start the thread, which takes the first reading."""

@@ -21,6 +21,7 @@ from safeload.paging import POPULATE_READ, advise, knows
 
 __all__ = ["Touching"]
 
+_STEP_BYTES: Final = 32 * 1024**2  # entered at a time: the address space is locked meanwhile
 _PAUSE_S: Final = 0.005
 _JOIN_S: Final = 5.0
 
@@ -56,9 +57,10 @@ class Touching:
             while not self._is_there(number):
                 if self._stop.wait(_PAUSE_S):
                     return
-            _enter(segment)
-            if self._stop.is_set():
-                return
+            for begin in range(0, segment.numel(), _STEP_BYTES):
+                _enter(segment[begin : begin + _STEP_BYTES])
+                if self._stop.is_set():
+                    return
 
 
 def _enter(segment: torch.Tensor) -> None:
