@@ -167,9 +167,7 @@ class Backed:
         start = time.perf_counter()
         try:
             self._ask_for(first, stop)
-        except (
-            OSError
-        ):  # a kernel that does not know it or has no huge page left; no memory left, as the write will tell
+        except OSError:  # a kernel that cannot, or no huge page left; no memory left, as the write will tell
             self._give_up()
         else:
             self._due.difference_update(range(first, stop))
