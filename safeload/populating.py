@@ -10,18 +10,16 @@ Receives memory that nobody has written to yet; changes no byte of it, also wher
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from types import TracebackType
 from typing import Final
 
 import torch
 
+from safeload.aiding import Aid
 from safeload.mapping import ALIGN_BYTES
 from safeload.paging import HUGE, POPULATE_WRITE, SMALL, advise
 
@@ -31,10 +29,9 @@ _HUGE_PAGE_BYTES: Final = 2 * 1024**2
 _STEP_BYTES: Final = 2 * _HUGE_PAGE_BYTES  # small: so much is lost where huge pages turn out to be dear
 _MEASURED: Final = 2  # steps in small pages, to know what those cost
 _DEAR_STEPS: Final = 2  # in a row: one alone may be chance
-_JOIN_S: Final = 5.0
 
 
-class Populating:
+class Populating(Aid):
     """Populates memory in a thread until all of it has pages, or its `with` block ends.
 
     Args:
@@ -42,24 +39,7 @@ class Populating:
     """
 
     def __init__(self, segments: Sequence[torch.Tensor]) -> None:
-        self._segments = tuple(segments)  # keeps them mapped
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="safeload-populate", daemon=True)
-
-    def __enter__(self) -> Populating:
-        """Begin."""
-        with contextlib.suppress(RuntimeError):  # no thread to be had: pages are made as the bytes arrive
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop; what has no pages yet gets them when it is written to."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout=_JOIN_S)
-        self._segments = ()
+        super().__init__(segments, name="safeload-populate")
 
     def _run(self) -> None:
         begin, end = _span(self._segments)

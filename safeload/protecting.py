@@ -128,11 +128,10 @@ def unfreeze(tower: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module
     Raises:
         ProtectionError: The module is not a protected tower.
     """
-    tower_state(tower).settle()
-    mend(tower_state(tower))
-    protection = unguard(tower)
-    unmark(tower)
-    remove_boundary(tower)
+    protection = tower_state(tower)
+    protection.settle()
+    mend(protection)
+    unprotect(tower)
     for tensor in {id(kept.tensor): kept.tensor for kept in protection.kept}.values():
         target = tensor.dtype
         if tensor.is_floating_point():

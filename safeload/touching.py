@@ -9,13 +9,12 @@ turn. Where the kernel cannot be asked for that, one byte is looked at in each w
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Final
 
 import torch
 
+from safeload.aiding import Aid
 from safeload.mapping import WINDOW_BYTES
 from safeload.paging import POPULATE_READ, advise, knows
 
@@ -23,10 +22,9 @@ __all__ = ["Touching"]
 
 _STEP_BYTES: Final = 32 * 1024**2  # entered at a time: the address space is locked meanwhile
 _PAUSE_S: Final = 0.005
-_JOIN_S: Final = 5.0
 
 
-class Touching:
+class Touching(Aid):
     """Looks at memory in a thread until all of it was looked at, or its `with` block ends.
 
     Args:
@@ -35,22 +33,8 @@ class Touching:
     """
 
     def __init__(self, segments: Sequence[torch.Tensor], is_there: Callable[[int], bool]) -> None:
-        self._segments, self._is_there = tuple(segments), is_there
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="safeload-touch", daemon=True)
-
-    def __enter__(self) -> Touching:
-        """Begin."""
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop; what was not looked at costs a fault later."""
-        self._stop.set()
-        self._thread.join(timeout=_JOIN_S)
-        self._segments = ()
+        super().__init__(segments, name="safeload-touch")
+        self._is_there = is_there
 
     def _run(self) -> None:
         for number, segment in enumerate(self._segments):
