@@ -32,6 +32,7 @@ from safeload.filling import Cast, Filling, Wanted
 from safeload.headers import Header
 from safeload.mapping import Arena, Mapped, mapped_now, view
 from safeload.planning import LoadPlan, bytes_from, plan, reorder, segment_beginnings
+from safeload.reading import announce
 from safeload.sealing import SealedCheckpoint
 from safeload.staging import stage
 
@@ -283,6 +284,9 @@ def build_while_reading(
     fds = filling.memory_fds
     arena = Arena(2 * sum(file.size_bytes for file in filling.seen.weight_files) + _SPARE_BYTES)
     mode = _Watching(fds, arena) if casts or filling.copies else None  # a mapped file may be looked at
+    if not filling.copies:
+        for fd, header in zip(fds, contents.headers, strict=True):
+            announce(fd, _beginnings(header))  # where the safetensors library will look
     with _given_up_on(arena) as tried, _watching(mode):
         module = build(filling.seen)
     return None if tried.failed else Early(module=module, filling=filling, contents=contents, arena=arena, mode=mode)

@@ -11,7 +11,7 @@ import io
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,17 @@ from safeload.errors import SourceError
 from safeload.holding import write_at
 from safeload.indexes import fold_name
 
-__all__ = ["OnChunk", "OpenedFile", "Sink", "copy_hashed", "open_regular", "read_at", "read_start", "writes_to"]
+__all__ = [
+    "OnChunk",
+    "OpenedFile",
+    "Sink",
+    "announce",
+    "copy_hashed",
+    "open_regular",
+    "read_at",
+    "read_start",
+    "writes_to",
+]
 
 _CHUNK_BYTES: Final = 4 << 20  # few enough turns at the interpreter lock, which a build beside it holds for long
 _BUFFERS: Final = 3
@@ -197,6 +207,21 @@ def read_at(fd: int, size_bytes: int, offset: int) -> bytes:
         offset += len(part)
         size_bytes -= len(part)
     return b"".join(parts)
+
+
+def announce(fd: int, places: Iterable[int]) -> None:
+    """Have single pages of a file brought to memory, all together, behind whoever asks.
+
+    Who looks at one page after the other in a file that is not in memory waits for the disk each time, and for as much
+    around each page as the system reads ahead: megabytes. What is announced is there when it is looked at, or soon.
+
+    Args:
+        fd: The file.
+        places: Offsets in it.
+    """
+    if hasattr(os, "posix_fadvise"):
+        for place in places:
+            os.posix_fadvise(fd, place, 1, os.POSIX_FADV_WILLNEED)
 
 
 def _read_part(fd: int, size_bytes: int, offset: int) -> bytes:

@@ -9,6 +9,7 @@ it was verified, and nothing of sealed memory before it is sealed.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -113,7 +114,8 @@ class Blocks:
         try:
             if self.layout.sealed[place.block]:
                 return self._is_written(place, end)
-            return os.preadv(fd, [bytearray(1)], end - 1, os.RWF_NOWAIT) == 1
+            last = max(place.offset_bytes, end - 1 - mmap.PAGESIZE)  # its end may be on the first page of the next one
+            return os.preadv(fd, [bytearray(1)], last, os.RWF_NOWAIT) == 1
         except OSError:  # not in memory, or a file system that does not tell
             return False
 

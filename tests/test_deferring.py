@@ -107,3 +107,19 @@ def test_the_values_are_right_on_every_road(tmp_path, habit, dtype):
     assert result.ok, result.describe()
     if dtype is None or habit not in ("casts", "transposes"):  # for these two either road is right
         assert result.value == ("early" if habit in EARLY else "late")
+
+
+@pytest.mark.parametrize("memory", ["mapped", "sealed"])
+def test_where_the_library_will_look_is_announced_for_a_file_that_it_maps(tmp_path, monkeypatch, memory):
+    from safeload import deferring, safe_from_pretrained
+    from safeload.mapping import can_map
+
+    if not can_map():
+        pytest.skip("nothing is built while it is read on this system")
+    announced = []
+    monkeypatch.setattr(deferring, "announce", lambda fd, places: announced.extend(places))
+    make = functools.partial(Tower, "none")
+    safe_from_pretrained(make, _folder(tmp_path), verify="off", memory=memory, device="cpu")
+    size_bytes = (tmp_path / "model.safetensors").stat().st_size
+    bias = size_bytes - 4 * WIDTH * (WIDTH + 1)
+    assert sorted(announced) == ([bias, bias + 4 * WIDTH] if memory == "mapped" else [])

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from safeload import touching
+from safeload.chilling import drop, resident_share
 from safeload.deferring import Place
 from safeload.mapping import WINDOW_BYTES, map_private, mapped_now, view
 from safeload.paging import POPULATE_READ, knows
 from safeload.planning import LoadPlan, Segment
+from safeload.reading import announce
 from safeload.sharing import Blocks, Layout
 from safeload.touching import Touching
 
@@ -101,6 +103,43 @@ def test_a_file_is_there_when_it_has_been_read(tmp_path):
     warm = blocks.is_there(plan, 0)
     os.close(fd)
     assert (cold, warm) in ((False, True), (True, True))  # a file system in memory is never cold
+
+
+def resident_pages(path):
+    return round((resident_share([str(path)]) or 0.0) * path.stat().st_size / mmap.PAGESIZE)
+
+
+@pytest.fixture
+def cold(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * SIZE)
+    drop([str(path)])
+    if resident_pages(path):
+        pytest.skip("this file system keeps its files in memory: none is ever cold")
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read that nobody asked for
+        yield path, file.fileno()
+
+
+def test_pages_that_are_announced_come_together_and_no_others(cold):
+    path, fd = cold
+    announce(fd, [0, 3 * mmap.PAGESIZE + 5, 9 * mmap.PAGESIZE])
+    assert until(lambda: resident_pages(path) == 3)
+    for place in (0, 3 * mmap.PAGESIZE, 9 * mmap.PAGESIZE):
+        assert os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+
+
+def test_a_tensor_that_ends_where_a_cold_one_was_looked_at_is_not_there(cold):
+    path, fd = cold
+    edge = 4 * mmap.PAGESIZE + 100
+    places = (Place(block=0, offset_bytes=0), Place(block=0, offset_bytes=edge))
+    plan = LoadPlan(tensors=(), segments=(Segment(size_bytes=edge), Segment(size_bytes=SIZE - edge)))
+    blocks = Blocks((fd,), Layout(sizes=(SIZE,), sealed=(False,), places=places, node="", address=""))
+    announce(fd, [0, edge])
+    assert until(lambda: resident_pages(path) == 2)
+    assert not blocks.is_there(plan, 0)  # though its last byte is
+    os.pread(fd, SIZE, 0)
+    assert [blocks.is_there(plan, number) for number in range(2)] == [True, True]
 
 
 def test_it_ends_with_its_block(memory):
