@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,17 +21,19 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from safeload.accounting import gather_report, own_account
 from safeload.ambient import plain_tensors
+from safeload.calling import Call, Filled
 from safeload.casting import install_boundary_casts, install_boundary_errors
-from safeload.delivering import Call, Filled, deliver, prepare
+from safeload.delivering import deliver, prepare
 from safeload.errors import ProtectionError
-from safeload.group import Group, join_group
+from safeload.group import join_group
 from safeload.guarding import Guarded
 from safeload.opening import Opened, open_source
 from safeload.placing import tensors_of
 from safeload.promising import Promise
 from safeload.protecting import protect, tower_state, unprotect
-from safeload.reporting import LoadReport, MemoryMeter, RankReport, StageClock
+from safeload.reporting import LoadReport, MemoryMeter, StageClock
 from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
 from safeload.sourcing import Constructed, Sourced, construct
@@ -45,7 +45,6 @@ __all__ = ["load_report", "safe_from_pretrained"]
 
 _LOG: Final = logging.getLogger("safeload")
 _CPU: Final = torch.device("cpu")
-_PENDING: Final = {"verdict": "pending", "digest": "", "provenance": "", "provenance_detail": "", "files": {}}
 
 
 def safe_from_pretrained(
@@ -206,7 +205,8 @@ def safe_from_pretrained(
                 tower = ranks.agree("protect", lambda: _protect(call, filled))
             if filled.is_mapped:
                 ranks.agree("sealed", filled.check_sealed)
-        report = _report(call, filled, _own_report(ranks, meter, filled, sourced), sourced)
+        meter.stop()
+        report = gather_report(call, filled, own_account(call, meter, filled, sourced), sourced)
         tower_state(tower).report = report
         if ranks.is_source:
             _LOG.info("%s", report)
@@ -227,7 +227,7 @@ def _no_tower_unless_verified(module: nn.Module) -> Iterator[None]:
 
 def _return_early(call: Call, filled: Filled, sourced: Sourced | None, meter: MemoryMeter) -> nn.Module:
     """Return the tower before the verdict; its first use waits for it."""
-    report = _report(call, filled, _own_report(call.ranks, meter, filled, sourced, wait=False), sourced)
+    report = gather_report(call, filled, own_account(call, meter, filled, sourced), sourced)
     promise = call.ranks.promise()
     kept = ExitStack()  # descriptors of the shared memory, to see that it was sealed
     blocks = filled.blocks if sourced is None else None
@@ -351,47 +351,3 @@ def _split_chunks(call: Call, opened: Opened | None) -> Split | None:
 def _construct_on_source(call: Call, opened: Opened | None) -> Constructed | None:
     with call.clock.stage("build"):
         return call.ranks.on_source("build", lambda: construct(opened) if opened else None)
-
-
-def _own_report(
-    ranks: Group, meter: MemoryMeter, filled: Filled, sourced: Sourced | None, *, wait: bool = True
-) -> RankReport:
-    if wait:
-        meter.stop()
-    size_bytes = filled.load_plan.size_bytes
-    return RankReport(
-        rank=ranks.global_rank,
-        host=ranks.host,
-        read_bytes=sourced.seen.bytes_read if sourced else 0,
-        files_opened=sourced.seen.names if sourced else (),
-        sent_bytes=size_bytes if sourced and ranks.size > 1 else 0,
-        received_bytes=0 if sourced else size_bytes,
-        memory_before_bytes=meter.before_bytes,
-        memory_peak_bytes=meter.peak_bytes,
-        memory_after_bytes=meter.after_bytes,
-        device=str(next((parameter.device for parameter in filled.module.parameters()), _CPU)),
-    )
-
-
-def _report(call: Call, filled: Filled, own: RankReport, sourced: Sourced | None) -> LoadReport:
-    ranks = call.ranks
-    facts: dict[str, Any] | None = None
-    if sourced is not None:
-        facts = sourced.facts() | (sourced.verified_facts() if call.request.verdict == "load" else _PENDING)
-    said = {"facts": facts, "rank": own.to_json().decode()}
-    gathered = [json.loads(raw) for raw in ranks.gather_bytes("report", json.dumps(said).encode())]
-    reports = tuple(RankReport.from_json(each["rank"]) for each in gathered)
-    specs = [spec for spec in filled.load_plan.tensors if spec.same_as is None]
-    return LoadReport(
-        origin=call.request.origin,
-        source_rank=reports[ranks.source_rank].rank,
-        world_size=ranks.size,
-        transport=filled.choice.transport,
-        transport_reason=filled.choice.reason,
-        tensors=len(specs),
-        tower_bytes=filled.load_plan.size_bytes,
-        dtypes=dict(Counter(spec.dtype for spec in specs)),  # asdict does not copy a Counter rightly
-        seconds=dict(call.clock.seconds),
-        ranks=reports,
-        **gathered[ranks.source_rank]["facts"],
-    )

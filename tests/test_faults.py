@@ -38,7 +38,7 @@ SOURCE_STAGES = {  # stage as errors name it: what does its work
     "plan": "safeload.deferring.plan",
 }
 PEER_STAGES = {
-    "plan": "safeload.delivering.Letter.from_json",
+    "plan": "safeload.calling.Letter.from_json",
     "build": "safeload.delivering.build_peer",
     "allocate": "safeload.delivering.allocate",
     "place": "safeload.delivering.place",
