@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,6 +31,8 @@ from safeload.wiring import Store
 
 __all__ = ["Call"]
 
+_LOG: Final = logging.getLogger("safeload")
+_TELL_S: Final = 30.0  # a rank that has not come by then may never do so: whoever watches is told whom all wait for
 _GRACE_S: Final = 0.5  # from the first trouble to the verdict: lets the others say theirs, for one choice of the error
 _STUCK_GRACE_S: Final = 7.5  # a transfer broke off and nobody is known to be lost yet
 _MARGIN_S: Final = 2.0  # how much longer than the judge the others wait, so that its verdict comes first
@@ -61,6 +64,7 @@ class Call:
         self._held = False
         self._left = False
         self._deadline = time.monotonic() + self._timeout_s
+        self._tell_at = time.monotonic() + _TELL_S
         self._trouble_since: float | None = None
         self._go_count = 0
         self._gathered = 0  # the last stage that every rank is known to have come to
@@ -257,11 +261,26 @@ class Call:
 
     def _tick(self, store: Store) -> None:
         self.watch.look(store)
+        self._tell_of_absent()
         if self._waiting or self._left or self._early is not None:
             return
         verdict = self._look(store)
         if verdict is not None and is_failure(verdict):
             self._early = verdict
+
+    def _tell_of_absent(self) -> None:
+        """Say once whom this rank has been waiting for since the call began."""
+        if self._stage != "join" or self._left or time.monotonic() < self._tell_at:
+            return
+        self._tell_at = float("inf")
+        expected = range(self.seat.size) if self.judges else [self._judge]
+        absent = [str(self.seat.global_ranks[rank]) for rank in expected if rank not in self.watch.known]
+        if absent:
+            _LOG.warning(
+                "waiting for rank %s, for up to %.0f s in all: every rank has to make the same calls of safeload",
+                ", ".join(absent),
+                self._timeout_s,
+            )
 
     def _look(self, store: Store) -> bytes | None:
         """Return the stage's verdict if there is one; write it if the stage has failed and it falls to this rank."""

@@ -22,7 +22,7 @@ from safeload.racing import TIMEOUT, WAYS, Race
 from safeload.skeletons import weight_files
 from safeload.spawning import run_ranks
 
-__all__ = ["WAYS", "BenchReport", "Measured", "bench", "installed"]
+__all__ = ["WAYS", "BenchReport", "Measured", "bench", "choose_ways", "installed"]
 
 _MOSTLY_COLD: Final = 0.01
 
@@ -140,6 +140,29 @@ def installed(ways: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     return tuple(way for way in ways if way not in left_out), left_out
 
 
+def choose_ways(ways: Sequence[str], *, optional: bool) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Part ways from those whose library is not there, before anything is measured.
+
+    Args:
+        ways: Names.
+        optional: Leave out those whose library is not there.
+
+    Returns:
+        As `installed`.
+
+    Raises:
+        SafeLoadError: An unknown way, or one that is not installed and not optional.
+    """
+    unknown = [way for way in ways if way not in WAYS]
+    if unknown:
+        raise SafeLoadError(f"no such way: {', '.join(unknown)}; expected some of {', '.join(WAYS)}")
+    there, left_out = installed(ways)
+    if left_out and not optional:
+        packages = sorted({PEERS[way].missing or "" for way in left_out})
+        raise SafeLoadError(f"{', '.join(left_out)}: not installed here: pip install {' '.join(packages)}")
+    return there, left_out
+
+
 def bench(
     folder: Path,
     *,
@@ -167,7 +190,9 @@ def bench(
     Raises:
         SafeLoadError: An unknown way, one that is not installed, or one that loads other values than from_pretrained.
     """
-    there, left_out = _checked(folder, ways, optional=optional)
+    there, left_out = choose_ways(ways, optional=optional)
+    if not weight_files(str(folder)):
+        raise SafeLoadError(f"{folder}: no safetensors files to measure with")
     what = Race(folder=str(folder), ways=there, rounds=rounds, work=str(work), cold=cold)
     env = {"XDG_CACHE_HOME": str(work), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     measured: list[Measured] = []
@@ -188,19 +213,6 @@ def bench(
         resident=None if None in resident else max(each for each in resident if each is not None),
         left_out=left_out,
     )
-
-
-def _checked(folder: Path, ways: Sequence[str], *, optional: bool) -> tuple[tuple[str, ...], dict[str, str]]:
-    unknown = [way for way in ways if way not in WAYS]
-    if unknown:
-        raise SafeLoadError(f"no such way: {', '.join(unknown)}; expected some of {', '.join(WAYS)}")
-    if not weight_files(str(folder)):
-        raise SafeLoadError(f"{folder}: no safetensors files to measure with")
-    there, left_out = installed(ways)
-    if left_out and not optional:
-        packages = sorted({PEERS[way].missing or "" for way in left_out})
-        raise SafeLoadError(f"{', '.join(left_out)}: not installed here: pip install {' '.join(packages)}")
-    return there, left_out
 
 
 def _size_bytes(path: str) -> int:

@@ -227,11 +227,13 @@ def restore_towers(model: nn.Module) -> list[str]:
 
     Raises:
         ProtectionError: The model has no protected tower.
+        SafeLoadError: The verdict was still out, and the tower is not the expected one.
 
     Ranks: local.
     """
     mended = []
     for name, tower in _require_towers(model).items():
         lead = f"{name}." if name else ""
+        tower_state(tower).settle()
         mended += [lead + key for key in mend(tower_state(tower))]
     return sorted(mended)

@@ -51,7 +51,7 @@ class ChunkList:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> ChunkList | None:
         """Read what `to_fields` gave; None where it is not a list that this version can use."""
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, OverflowError):
             made = cls(
                 algorithm=str(fields["algorithm"]),
                 chunk_bytes=int(fields["chunk_bytes"]),
@@ -116,7 +116,11 @@ class ChunkHasher:
 
 
 def lists_folder() -> Path:
-    """Return the folder of the lists: `$XDG_CACHE_HOME/safeload/chunks`, else below `~/.cache`."""
+    """Return the folder of the lists: `$XDG_CACHE_HOME/safeload/chunks`, else below `~/.cache`.
+
+    Raises:
+        RuntimeError: This user has no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "safeload" / "chunks"
 
@@ -137,8 +141,8 @@ def find(sha256: str, *, size_bytes: int) -> ChunkList | None:
 
     Ranks: source only.
     """
-    folder = lists_folder()
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # no home; JSON too deep to be read
+        folder = lists_folder()
         if not _SHA256.fullmatch(sha256) or not _is_private(folder.stat()):
             return None
         fd = os.open(folder / f"{sha256}.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -160,8 +164,8 @@ def leave(sha256: str, chunks: ChunkList) -> None:
 
     Ranks: source only.
     """
-    folder = lists_folder()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = lists_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not _is_private(folder.stat()):
             return

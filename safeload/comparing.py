@@ -87,12 +87,15 @@ def _differs(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], wrong
         actual = digests[name].get(expected.algorithm)
         path = manifest.folder / name
         lines.append(f"{path}: {expected.algorithm} is {actual}, expected {expected.hex}.{_links_of(path)}")
-    again = "Delete the file named last and download it again"
+    bytes_at = ", ".join(str((manifest.folder / name).resolve()) for name in wrong[:10])
+    again = f"Delete {bytes_at} and fetch it again"
     if manifest.repo_id:
         again += f": hf download --force-download --revision {manifest.commit} {manifest.repo_id} {' '.join(wrong)}"
+    if manifest.provenance == "pinned":
+        again += "; leave the pinned digests as they are, unless the files were changed on purpose"
     first = manifest.entries[wrong[0]]
     return IntegrityError(
-        f"{' '.join(lines)} Expected by {manifest.provenance}: {manifest.source}. {again}.",
+        f"{' '.join(lines)} The expected digest is {manifest.provenance}, from {manifest.source}. {again}.",
         path=str(manifest.folder / wrong[0]),
         algorithm=first.algorithm,
         expected=first.hex,
@@ -102,7 +105,7 @@ def _differs(manifest: Manifest, digests: Mapping[str, Mapping[str, str]], wrong
 
 
 def _links_of(path: Path) -> str:
-    """Say through which links the bytes are reached, a shared store's entry last: that is the one to delete."""
+    """Say through which links the bytes are reached, a shared store's entry last."""
     hops: list[str] = []
     while path.is_symlink() and len(hops) < 8:  # noqa: PLR2004
         path = path.parent / os.readlink(path)

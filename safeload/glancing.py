@@ -22,7 +22,7 @@ from safeload.listening import PART
 from safeload.mending import altered, displaced, mend, overwritten, untouched
 from safeload.sampling import agrees
 
-__all__ = ["glance", "glance_while_tracing", "hook", "unhook", "warn"]
+__all__ = ["glance", "glance_while_tracing", "hook", "mend_and_tell", "unhook", "warn"]
 
 _is_exporting: Final = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.7 brought it
 _NUMBER: Final = "_safeload_number"
@@ -30,18 +30,36 @@ _NUMBERS: Final = itertools.count()
 _NUMBERED: Final[weakref.WeakValueDictionary[int, Protection]] = weakref.WeakValueDictionary()
 
 
-def warn(protection: Protection, what: str) -> None:
+def warn(protection: Protection, what: str, *, stacklevel: int = 3) -> None:
     """Warn of something that was done to a tower and did not change it.
 
     Args:
         protection: The tower's record.
         what: What was done.
+        stacklevel: Of the caller's caller by default.
     """
     warnings.warn(
         f"tower {protection.name!r} is protected: {what}. It still has its verified values; to change or train it, "
         "call safeload.unfreeze(tower) first.",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
+
+
+def mend_and_tell(protection: Protection) -> dict[str, str]:
+    """Mend, and warn where parameters had been made trainable: who did that expects them to learn.
+
+    Args:
+        protection: The tower's record.
+
+    Returns:
+        As `mend`.
+    """
+    happened = mend(protection)
+    trainable = [name for name, how in happened.items() if "made trainable" in how]
+    if trainable:
+        what = f"{len(trainable)} of its parameters had been made trainable and were frozen again"
+        warn(protection, what, stacklevel=4)
+    return happened
 
 
 def glance(protection: Protection) -> None:
@@ -66,10 +84,7 @@ def glance(protection: Protection) -> None:
 
 
 def _look_closely(protection: Protection) -> None:
-    happened = mend(protection)
-    trainable = sorted(name for name, how in happened.items() if "made trainable" in how)
-    if trainable:
-        warn(protection, f"{len(trainable)} of its parameters had been made trainable and were frozen again")
+    mend_and_tell(protection)
     changes = overwritten(protection, depth="glimpse" if protection.armed else "versions")
     whole = protection.parts[0].module() is not None  # else somebody took a part, and dropped the rest
     looked_at = [kept for kept in protection.kept if whole or kept.owner() is not None]
@@ -119,6 +134,13 @@ def _before_part(part: nn.Module, args: Any) -> None:
         _Leaving(protection, part)
 
 
+def _before_state_dict(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Wait for the verdict, and raise where the bytes were refused: the values leave the tower."""
+    mark = part.__dict__.get(PART)
+    if mark is not None:
+        mark.protection.settle()
+
+
 def glance_while_tracing(part: nn.Module) -> None:
     """Have a compiler glance at the tower when it traces a call of one of its modules.
 
@@ -143,7 +165,7 @@ def _glance_at_number(number: int) -> bool:
 
 
 def hook(tower: nn.Module) -> None:
-    """Have the parts of a tower looked at before they are called by themselves.
+    """Have the parts of a tower looked at before they are called by themselves, and settled before they are saved.
 
     Args:
         tower: A module that has its record and its parts' marks already.
@@ -155,6 +177,8 @@ def hook(tower: nn.Module) -> None:
         part.__dict__[_NUMBER] = number
         if part is not tower and part.__dict__[PART].kept:
             part.register_forward_pre_hook(_before_part)
+            if record_of(tower).verdict is not None:
+                part.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
 
 
 def unhook(tower: nn.Module) -> None:
@@ -169,6 +193,6 @@ def unhook(tower: nn.Module) -> None:
 
 def _unhook_one(part: nn.Module) -> None:
     part.__dict__.pop(_NUMBER, None)
-    hooks = part._forward_pre_hooks
-    for number in [number for number, hooked in hooks.items() if hooked is _before_part]:
-        del hooks[number]
+    for hooks, ours in ((part._forward_pre_hooks, _before_part), (part._state_dict_pre_hooks, _before_state_dict)):
+        for number in [number for number, hooked in hooks.items() if hooked is ours]:
+            del hooks[number]

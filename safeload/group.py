@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "join_group"]
 
+_TIMEOUT: Final = timedelta(minutes=30)
 
-def join_group(
-    group: ProcessGroup | None = None, *, source_rank: int = 0, timeout: timedelta = timedelta(minutes=30)
-) -> Group:
+
+def join_group(group: ProcessGroup | None = None, *, source_rank: int = 0, timeout: timedelta = _TIMEOUT) -> Group:
     """Return the group to load in, to be entered with `with`.
 
     Args:
@@ -42,23 +42,40 @@ def join_group(
         A group of one, which needs no torch.distributed, where there is no process group.
 
     Raises:
-        GroupError: This process is not a member, there is no such `source_rank`, or `timeout` is no time.
+        GroupError: This process is not a member. Where there is no such `source_rank`, or `timeout` is no time,
+            entering the group raises it, on every rank.
 
     Ranks: called on every rank of `group`, in the same order.
     """
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise GroupError(f"timeout is {timeout!r}: expected a positive datetime.timedelta, as timedelta(minutes=30)")
     if not (dist.is_available() and dist.is_initialized()):
+        _raise(_refusal(source_rank, timeout, size=1))
         _warn_if_alone()
         rank = os.environ.get("RANK", "")  # as torchrun names this process, for errors
         return Group(global_rank=int(rank) if rank.isdecimal() else 0, timeout=timeout)
     group = _resolve(group)
     size = dist.get_world_size(group)
-    if not 0 <= source_rank < size:
-        raise GroupError(f"source_rank is {source_rank}, but the group has ranks 0 to {size - 1} (ranks in the group)")
+    refusal = _refusal(source_rank, timeout, size=size)
     if size == 1:
+        _raise(refusal)
         return Group(global_rank=dist.get_rank(), timeout=timeout)
+    if refusal is not None:  # the other ranks may have been called rightly: they are met, and told
+        return RankGroup.of(group, source_rank=0, timeout=_TIMEOUT, refusal=refusal)
     return RankGroup.of(group, source_rank=source_rank, timeout=timeout)
+
+
+def _refusal(source_rank: int, timeout: timedelta, *, size: int) -> GroupError | None:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+        return GroupError(f"timeout is {timeout!r}: expected a positive datetime.timedelta, as timedelta(minutes=30)")
+    if size > 1 and not (isinstance(source_rank, int) and 0 <= source_rank < size):
+        return GroupError(
+            f"source_rank is {source_rank!r}, but the group has ranks 0 to {size - 1} (ranks in the group)"
+        )
+    return None
+
+
+def _raise(refusal: GroupError | None) -> None:
+    if refusal is not None:
+        raise refusal
 
 
 def _warn_if_alone() -> None:

@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from safeload.answering import answer_checkpoint, destination_of, passed_by
 from safeload.entering import entries_of
 from safeload.errors import ProtectionError, TowerChangedError
-from safeload.glancing import hook, unhook, warn
+from safeload.glancing import hook, mend_and_tell, unhook, warn
 from safeload.keeping import RECORD, Protection, record_of
 from safeload.listening import listen, place_parts, remove_part
 from safeload.marking import comes_from_sharder, release
-from safeload.mending import mend, overwritten
+from safeload.mending import overwritten
 from safeload.moving import move
 from safeload.noticing import notice_outer_checkpoint
 from safeload.shielding import shielded
@@ -63,7 +63,7 @@ class Guarded(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Follow a move to another real device, as one move of the verified values. Casts and moves to meta pass by."""
         protection = record_of(self)
-        mend(protection)
+        mend_and_tell(protection)
         move(protection, fn)
         return self
 
@@ -72,7 +72,7 @@ class Guarded(nn.Module):
         protection = record_of(self)
         with shielded([kept.verified for kept in protection.kept]) as stopped:
             super().apply(fn)
-        mend(protection)
+        mend_and_tell(protection)
         if stopped:
             warn(protection, f"{len(stopped)} writes of apply({getattr(fn, '__name__', fn)!r}) were kept off it")
         return self
@@ -80,7 +80,7 @@ class Guarded(nn.Module):
     def train(self, mode: bool = True) -> Any:
         """Stay in evaluation mode: no dropout, no statistics that move."""
         protection = record_of(self)
-        mend(protection)
+        mend_and_tell(protection)
         notice_outer_checkpoint(self, protection)
         return super().train(False)
 
@@ -98,7 +98,7 @@ class Guarded(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Give the tower's own state dict, and nothing to the state dict of a model it is part of."""
         record_of(self).settle()
-        mend(record_of(self))
+        mend_and_tell(record_of(self))
         destination, prefix = destination_of(args, kwargs)
         if destination is not None and prefix:
             return destination
@@ -108,7 +108,7 @@ class Guarded(nn.Module):
         """Keep the verified values: whatever the checkpoint has for the tower gives way to the tower's own tensors."""
         protection = record_of(self)
         protection.settle()
-        mend(protection)
+        mend_and_tell(protection)
         answer_checkpoint(protection, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -40,10 +40,12 @@ class _Mark:
         self.parts = parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied part of a tower is an ordinary module."""
-        return None
+        """A copied part of a tower is an ordinary module; its values leave the tower now."""
+        self.protection.settle()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """As for a copy."""
+        self.protection.settle()
         return (_no_part, ())
 
 

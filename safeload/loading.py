@@ -192,6 +192,8 @@ def safe_from_pretrained(
         sourced = prepared.sourced
         filled = deliver(call, prepared)
         if request.verdict == "first_use":
+            with call.clock.stage("fill"):  # a parameter that is read needs its bytes, which nobody would ask for then
+                ranks.on_source("fill", lambda: sourced.wait_until_filled() if sourced else None)
             meter.end()
             return _return_early(call, filled, sourced, meter)
         with _no_tower_unless_verified(filled.module):

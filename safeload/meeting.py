@@ -65,22 +65,27 @@ class RankGroup(Group):
         source_rank: int,
         timeout: timedelta,
         outer: RankGroup | None = None,
+        refusal: GroupError | None = None,
     ) -> None:
         super().__init__(global_rank=members.global_ranks[members.rank])
         self._members, self._past, self._timeout, self._outer = members, past, timeout, outer
         self.rank, self.size, self.source_rank = members.rank, len(members.global_ranks), source_rank
         self._seat = Seat(rank=self.rank, global_ranks=members.global_ranks, identity=self._identity)
         self.devices = members.devices
+        self._refusal = refusal
         self._parts: Counter[tuple[int, ...]] = Counter()
         self._call: Call
         self._transfers: Transfers
 
     @classmethod
-    def of(cls, group: ProcessGroup, *, source_rank: int, timeout: timedelta) -> RankGroup:
-        """Return the members of a process group; see `join_group`."""
+    def of(
+        cls, group: ProcessGroup, *, source_rank: int, timeout: timedelta, refusal: GroupError | None = None
+    ) -> RankGroup:
+        """Return the members of a process group; see `join_group`. `refusal` is told to them instead of loading."""
         with _pasts_lock:
             past = _pasts.setdefault(group, _Past())
-        return cls(joining.members_of(group, timeout=timeout), past, source_rank=source_rank, timeout=timeout)
+        members = joining.members_of(group, timeout=timeout)
+        return cls(members, past, source_rank=source_rank, timeout=timeout, refusal=refusal)
 
     @property
     def source_global_rank(self) -> int:
@@ -120,7 +125,9 @@ class RankGroup(Group):
 
     def _meet(self) -> None:
         self._call.enter()
-        mine = {"source_rank": self.source_rank, "kernel": self._identity.kernel}
+        if self._refusal is not None:
+            raise self._refusal
+        mine = {"source_rank": self.source_rank, "who": self._identity.to_bytes().decode()}
         raw = self._call.gather(statements.payload_bytes(json.dumps(mine).encode()), self._decide_join)
         self.hosts = tuple(tuple(ranks) for ranks in json.loads(raw))
         mates = next(ranks for ranks in self.hosts if self.rank in ranks)
@@ -130,9 +137,11 @@ class RankGroup(Group):
     def _decide_join(self, payloads: tuple[bytes, ...]) -> bytes:
         said = [json.loads(raw) for raw in payloads]
         statements.compare([{"source_rank": str(each["source_rank"])} for each in said], self._seat.global_ranks)
+        who = [Identity.from_bytes(each["who"].encode()) for each in said]
+        self._call.watch.known.update(enumerate(who))  # so that the next call knows who has ended before it
         hosts: dict[str, list[int]] = {}
-        for rank, each in enumerate(said):
-            hosts.setdefault(each["kernel"], []).append(rank)
+        for rank, each in enumerate(who):
+            hosts.setdefault(each.kernel, []).append(rank)
         return json.dumps(list(hosts.values())).encode()
 
     def __exit__(

@@ -91,7 +91,8 @@ def open_source(
         kept.push(owned)
     known = _known(request, manifest, filling) if chunks else ()
     casts = floating_dtype(request.dtype) is not None  # then it is read when it is known what is to be cast
-    if filling.headers and request.verdict == "load" and not known and not casts:
+    waits = request.verdict == "load" or filling.copies  # before the tower is returned
+    if filling.headers and waits and not known and not casts:
         filling.start()
     return Opened(request=request, manifest=manifest, filling=filling, known=known, kept=kept, check=check)
 

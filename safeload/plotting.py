@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import statistics
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.table import Table
 from safeload.benching import BenchReport
 from safeload.errors import SafeLoadError
 
-__all__ = ["bench_picture", "bench_table"]
+__all__ = ["bench_picture", "bench_table", "require_plots"]
 
 _MIB: Final = 1024**2
 _WIDTH: Final = 100
@@ -54,6 +55,16 @@ def bench_table(report: BenchReport) -> str:
     return text.getvalue()
 
 
+def require_plots() -> None:
+    """Make sure that pictures can be drawn, before what is to be drawn is measured.
+
+    Raises:
+        SafeLoadError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SafeLoadError("plots need matplotlib: pip install matplotlib")
+
+
 def bench_picture(report: BenchReport, path: Path) -> None:
     """Draw time and memory by the number of ranks, a line a way.
 
@@ -64,10 +75,9 @@ def bench_picture(report: BenchReport, path: Path) -> None:
     Raises:
         SafeLoadError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise SafeLoadError("plots need matplotlib: pip install 'safeload[plots]'") from error
+    require_plots()
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 

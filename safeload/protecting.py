@@ -14,6 +14,7 @@ from torch import nn
 
 from safeload.casting import remove_boundary
 from safeload.errors import ProtectionError
+from safeload.forking import settle_before_forks
 from safeload.guarding import Guarded, guard, unguard
 from safeload.keeping import Originals, Protection, keep, record_of
 from safeload.marking import mark, unmark
@@ -59,8 +60,10 @@ def protect(
     if any(part.training for part in module.modules()):
         module.eval()
     protection = keep(module, name=name, origin=origin, fingerprints=fingerprints, originals=originals)
-    protection.verdict = verdict
     protection.report = report
+    if verdict is not None:
+        protection.verdict = verdict
+        settle_before_forks(protection)
     guard(module, protection)
     mark(module)
     return module

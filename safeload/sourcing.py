@@ -80,6 +80,13 @@ class Sourced:
                 with stage("seal"):
                     self.opened.filling.wait_until(number, begin + -(-(end - begin) * stop // whole), check=check)
 
+    def wait_until_filled(self) -> None:
+        """Wait until every byte is where the tensors show it; what lies in a file that is mapped is there already."""
+        files = len(self.seen.weight_files)
+        for number, place in enumerate(self.built.places or ()):
+            if self.opened.filling.copies or place.block == files:
+                self.wait_for(number, self.load_plan.segments[number].size_bytes, self.opened.check)
+
     def finish(self, *, chunks_agree: bool | None = None) -> None:
         """Wait until all is read, and compare it with what it should be.
 

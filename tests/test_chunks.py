@@ -92,11 +92,44 @@ def test_a_corrupted_list_costs_a_pass_and_nothing_else(tower):
     assert DETAIL in _run(tower)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1}', "not json", '{"format": 2, "digests": []}'])
+def _with(**fields):
+    return json.dumps(
+        {"format": 1, "algorithm": "sha256", "chunk_bytes": 8 << 20, "size_bytes": 9, "digests": ["0"], **fields}
+    )
+
+
+UNREADABLE = {
+    "nothing": "",
+    "no fields": "{}",
+    "no object": "[]",
+    "too few fields": '{"format": 1}',
+    "no JSON": "not json",
+    "another format": '{"format": 2, "digests": []}',
+    "no end": _with(chunk_bytes=float("inf")),
+    "no size": _with(size_bytes=float("inf")),
+    "no number": _with(size_bytes=float("nan")),
+    "too deep": "[" * 200_000,
+}
+
+
+@pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
 def test_a_list_that_cannot_be_read_is_as_none(tower, text):
     _run(tower)
     _lists(tower)[0].write_text(text)
     assert DETAIL not in _run(tower)
+
+
+def _no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_user_without_a_home_does_without_lists(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(chunking.Path, "home", _no_home)
+    hasher = chunking.ChunkHasher()
+    hasher.add(memoryview(b"x"))
+    chunking.leave("0" * 64, hasher.result())
+    assert chunking.find("0" * 64, size_bytes=1) is None
 
 
 @pytest.mark.parametrize("what", ["list", "folder", "link"])

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import unittest.mock
 from datetime import timedelta
 
 import pytest
@@ -120,10 +121,40 @@ def test_only_members_may_call_and_the_source_must_exist():
             join_group(group)
     with pytest.raises(GroupError, match="expected a process group"):
         join_group("world")
-    with pytest.raises(GroupError, match="timedelta"):
-        join_group(timeout=30)
-    with pytest.raises(GroupError, match="source_rank is 2"):
-        join_group(source_rank=2)
+    with pytest.raises(GroupError, match="timedelta"), join_group(timeout=30):
+        pass
+    with pytest.raises(GroupError, match="source_rank is 2"), join_group(source_rank=2):
+        pass
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout": 60}, {"timeout": timedelta(0)}, {"source_rank": 5}, {"source_rank": "0"}]
+)
+@pytest.mark.parametrize("failing", [0, 1])
+@on_ranks(2)
+def test_a_wrong_argument_on_one_rank_is_told_to_all_at_once(failing, wrong):
+    mine = wrong if int(os.environ["RANK"]) == failing else {"timeout": timedelta(minutes=5)}
+    began = time.monotonic()
+    with pytest.raises(GroupError, match=next(iter(wrong))) as caught, join_group(**mine):
+        pass
+    assert time.monotonic() - began < 20
+    assert caught.value.rank == failing
+    check_worked(work_through(), size=2)
+
+
+@on_ranks(2)
+def test_who_is_waited_for_is_said_before_the_time_is_over():
+    import logging
+
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("safeload").addHandler(handler)
+    with unittest.mock.patch("safeload.agreeing._TELL_S", 1.0):
+        if os.environ["RANK"] == "1":
+            time.sleep(4)
+        check_worked(work_through(), size=2)
+    assert any("waiting for rank 1, for up to" in text for text in told) == (os.environ["RANK"] == "0")
 
 
 @on_ranks(2, backend="cpu:gloo,cuda:gloo")

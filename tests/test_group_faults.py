@@ -257,3 +257,26 @@ def test_ctrl_c_on_one_rank_ends_all(tmp_path):
     assert "KeyboardInterrupt" in str(results[0].error)
     assert isinstance(results[1].error, KeyboardInterrupt)
     assert max(result.seconds for result in results) < PROMPT_S
+
+
+def _end_between(ending):
+    import torch.distributed as dist
+
+    with join_group(timeout=timedelta(seconds=30)):
+        pass
+    dist.barrier()
+    if dist.get_rank() == ending:
+        os._exit(0)
+    time.sleep(0.5)
+    start = time.monotonic()
+    with pytest.raises(SafeLoadError, match=f"rank {ending}"), join_group(timeout=timedelta(seconds=30)):
+        pass
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("ending", [1, 2])
+def test_a_rank_that_ended_after_a_quick_call_is_noticed_by_the_next_at_once(ending):
+    results = run_on_ranks(3, _end_between, ending)
+    told = [result for rank, result in enumerate(results) if rank != ending]
+    assert all(result.ok for result in told), told[0].describe()
+    assert max(result.value for result in told) < PROMPT_S

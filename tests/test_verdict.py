@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import pickle
+import time
 
 import pytest
 import torch
@@ -20,7 +22,16 @@ USES = {
     "pickle": pickle.dumps,
     "copy": copy.deepcopy,
     "outer": lambda tower: torch.nn.ModuleDict({"tower": tower}).state_dict(),
+    "state_dict of a part": lambda tower: next(tower.children()).state_dict(),
+    "state_dict of a leaf": lambda tower: _leaf(tower).state_dict(),
+    "pickle of a part": lambda tower: pickle.dumps(next(tower.children())),
+    "copy of a part": lambda tower: copy.deepcopy(next(tower.children())),
+    "restore": lambda tower: __import__("safeload").restore_towers(tower),
 }
+
+
+def _leaf(tower):
+    return next(part for part in tower.modules() if not list(part.children()) and list(part.parameters()))
 
 
 def _manifest(folder):
@@ -85,8 +96,6 @@ def _use_good(folder, manifest):
     slow = filling.copy_hashed
 
     def copy_slowly(*args, **kwargs):
-        import time
-
         time.sleep(1)
         return slow(*args, **kwargs)
 
@@ -123,9 +132,6 @@ def test_one_process_for_itself(tmp_path):
 
 
 def _source_dies(folder, manifest):
-    import os
-    import time
-
     import torch.distributed as dist
 
     from safeload import PeerError, filling
@@ -136,7 +142,7 @@ def _source_dies(folder, manifest):
             time.sleep(60)
 
         filling.copy_hashed = never
-    tower = _load(folder, manifest, source_rank=1)
+    tower = _load(folder, manifest, source_rank=1, memory="mapped")
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(3)
@@ -152,3 +158,60 @@ def test_a_source_that_dies_before_the_verdict_is_noticed(tmp_path):
     assert results[0].value is not None, results[0].describe()
     assert results[0].value < 10
     assert results[1].exit_status == 3
+
+
+def _read_at_once(folder, manifest, kwargs):
+    """Read parameters as any code may, when the call has just returned; nobody is asked then."""
+    from transformers import CLIPVisionModel
+
+    from safeload import filling
+
+    slow = filling.copy_hashed
+
+    def copy_slowly(*args, **rest):
+        time.sleep(0.5)
+        return slow(*args, **rest)
+
+    filling.copy_hashed = copy_slowly
+    tower = _load(folder, manifest, **kwargs)
+    seen = {name: parameter.detach().clone() for name, parameter in tower.named_parameters()}
+    expected = CLIPVisionModel.from_pretrained(folder, dtype=kwargs.get("dtype", "float32"))
+    return [name for name, value in expected.named_parameters() if not torch.equal(seen[name], value)]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"memory": "mapped"}, {"dtype": "bfloat16"}, {"transport": "broadcast"}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_tensors_are_in_place_when_the_call_returns(tmp_path, kwargs, ranks):
+    folder = clip_folder(tmp_path / "tower")
+    results = run_on_ranks(ranks, _read_at_once, folder, _manifest(folder), kwargs)
+    assert all(result.ok for result in results), results[0].describe()
+    assert [result.value for result in results] == [[]] * ranks
+
+
+def _fork_at_once(folder, manifest, good):
+    from safeload import IntegrityError
+
+    tower = _load(folder, manifest, memory="mapped", chunk_digests=False)
+    child = os.fork()
+    try:
+        tower(torch.zeros(1, 3, 32, 32))
+        mine = True
+    except IntegrityError:
+        mine = False
+    if not child:
+        os._exit(0 if mine == good else 1)
+    _, status = os.waitpid(child, 0)
+    return mine, os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forked_child_has_the_verdict_and_leaves_it_to_its_parent(tmp_path, ranks, good):
+    folder = clip_folder(tmp_path / "tower")
+    manifest = _manifest(folder)
+    if not good:
+        _flip_a_bit(folder)
+    results = run_on_ranks(ranks, _fork_at_once, folder, manifest, good)
+    assert all(result.ok for result in results), results[0].describe()
+    assert [result.value for result in results] == [(good, 0)] * ranks

@@ -42,7 +42,9 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     )
     parser = subparsers.add_parser("bench", help="measure loads here, against the usual ways", description=text)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--tower", metavar="FOLDER", help="a folder with config.json and safetensors weights")
+    which.add_argument(
+        "--tower", metavar="PATH_OR_REPO", help="a folder with config.json and safetensors, or a repository"
+    )
     which.add_argument("--size", choices=_SIZES, default="0.3B", help="make a tower of this size (default: 0.3B)")
     parser.add_argument("--ranks", type=_ranks, default=_DEFAULT_RANKS, metavar="1,2,4", help="numbers of processes")
     parser.add_argument(
@@ -87,16 +89,17 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; every failure is raised.
     """
-    from safeload.benching import WAYS, bench
-    from safeload.making import make_tower
-    from safeload.plotting import bench_picture, bench_table
+    from safeload.benching import WAYS, bench, choose_ways
+    from safeload.plotting import bench_picture, bench_table, require_plots
 
     chosen = args.against or _DEFAULT_AGAINST
     by_name = args.against is not None and chosen != (_ALL,)
-
+    choose_ways(WAYS if chosen == (_ALL,) else chosen, optional=not by_name)  # before anything is made or measured
+    if args.plot:
+        require_plots()
     with tempfile.TemporaryDirectory(prefix="safeload-bench-") as temporary:
         work = Path(args.work or temporary)
-        folder = Path(args.tower) if args.tower else make_tower(work, args.size)
+        folder = _folder_of(args, work)
         report = bench(
             folder,
             ways=WAYS if chosen == (_ALL,) else chosen,
@@ -106,7 +109,18 @@ def run(args: argparse.Namespace) -> int:
             cold=args.cold,
             optional=not by_name,
         )
+    print(report.to_json() if args.json else bench_table(report), end="\n" if args.json else "")
     if args.plot:
         bench_picture(report, Path(args.plot))
-    print(report.to_json() if args.json else bench_table(report), end="\n" if args.json else "")
     return 0
+
+
+def _folder_of(args: argparse.Namespace, work: Path) -> Path:
+    """Return the tower's folder: made, the caller's own, or what the Hub's client keeps of a repository."""
+    from safeload.making import make_tower
+    from safeload.resolving import resolve
+
+    if args.tower is None:
+        return make_tower(work, args.size)
+    folder = Path(args.tower)
+    return folder if folder.is_dir() else resolve(args.tower).folder
