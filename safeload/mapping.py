@@ -63,7 +63,7 @@ def _map(fd: int, size_bytes: int, *, shared: bool) -> torch.UntypedStorage:
         window = Window(fd, size_bytes, shared=shared)
     except OSError as error:
         raise MemoryError(f"{size_bytes} bytes cannot be mapped: {error.strerror}") from error
-    return torch.frombuffer(window.buffer, dtype=torch.uint8, count=size_bytes, offset=window.shift).untyped_storage()
+    return torch.frombuffer(window.buffer, dtype=torch.uint8).untyped_storage()
 
 
 def view(mapping: torch.UntypedStorage, offset_bytes: int, size_bytes: int) -> torch.Tensor:
