@@ -132,14 +132,37 @@ def cold(tmp_path):
         yield path, file.fileno()
 
 
-def test_a_file_is_there_when_it_has_been_read(cold):
-    path, fd = cold
+@pytest.fixture
+def resident(monkeypatch):
+    """Pages that are in memory, whatever this kernel brings there because it is asked."""
+    pages, read = set(), os.preadv
+
+    def preadv(fd, buffers, offset, flags=0):
+        assert flags == os.RWF_NOWAIT
+        if offset // mmap.PAGESIZE not in pages:
+            raise BlockingIOError
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return pages
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * SIZE)
+    with open(path, "rb", buffering=0) as opened:
+        yield opened.fileno()
+
+
+def test_a_file_is_there_when_it_has_been_read(file, resident):
     plan = LoadPlan(tensors=(), segments=(Segment(size_bytes=SIZE),))
     places = (Place(block=0, offset_bytes=0),)
-    blocks = Blocks((fd,), Layout(sizes=(SIZE,), sealed=(False,), places=places, node="", address=""))
+    blocks = Blocks((file,), Layout(sizes=(SIZE,), sealed=(False,), places=places, node="", address=""))
     assert not blocks.is_there(plan, 0)
-    assert resident_pages(path) <= 1  # Linux may begin to read the page that it is asked for
-    assert os.pread(fd, SIZE, 0) == b"x" * SIZE
+    resident.update(range(SIZE // mmap.PAGESIZE - 2))
+    assert not blocks.is_there(plan, 0)
+    resident.update(range(SIZE // mmap.PAGESIZE))
     assert blocks.is_there(plan, 0)
 
 
@@ -151,16 +174,14 @@ def test_pages_that_are_announced_come_together_and_no_others(cold):
         assert os.preadv(fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
 
 
-def test_a_tensor_that_ends_where_a_cold_one_was_looked_at_is_not_there(cold):
-    path, fd = cold
+def test_a_tensor_that_ends_where_a_cold_one_was_looked_at_is_not_there(file, resident):
     edge = 4 * mmap.PAGESIZE + 100
     places = (Place(block=0, offset_bytes=0), Place(block=0, offset_bytes=edge))
     plan = LoadPlan(tensors=(), segments=(Segment(size_bytes=edge), Segment(size_bytes=SIZE - edge)))
-    blocks = Blocks((fd,), Layout(sizes=(SIZE,), sealed=(False,), places=places, node="", address=""))
-    announce(fd, [0, edge])
-    assert until(lambda: resident_pages(path) == 2)
+    blocks = Blocks((file,), Layout(sizes=(SIZE,), sealed=(False,), places=places, node="", address=""))
+    resident.update({0, 4})  # the beginnings of both
     assert not blocks.is_there(plan, 0)  # though its last byte is
-    os.pread(fd, SIZE, 0)
+    resident.update(range(SIZE // mmap.PAGESIZE))
     assert [blocks.is_there(plan, number) for number in range(2)] == [True, True]
 
 
