@@ -10,189 +10,30 @@ nothing yet. Whoever lets it look has to make sure that it did not look further 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
-
-import torch
 
 from safeload.chunking import ChunkHasher, ChunkList
 from safeload.errors import SourceError
 from safeload.headers import HeaderWatch, parse_header_size
-from safeload.holding import Memory, freeze, new_memory, require_memory, write_at
+from safeload.holding import freeze, new_memory, require_memory, write_at
 from safeload.paging import Backed
 from safeload.reading import OpenedFile, copy_hashed, read_start
+from safeload.routing import Target, Wanted
 from safeload.sealing import OnBytes, OpenedCheckpoint, Progress, SealedCheckpoint, SealedFile, header_watches, path_of
 from safeload.waiting import Check, Workers, wait_for
 
-__all__ = ["Cast", "Filling", "Wanted"]
+__all__ = ["Filling"]
 
 _THREADS: Final = 4  # files at a time; each has one more thread that hashes
 _PATIENCE_S: Final = 1.0  # for a read that goes on when nobody wants it any more
 _START_ROUND_BYTES: Final = 1 << 17  # twice the 64 KiB that the kernel enters along with a page that is read
 _PEEK_BYTES: Final = 512
-_PUNCH: Final = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
-_PAGE_BYTES: Final = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
-    """Elements of a file that are wanted as another dtype: `begin` and `end` in the file, `target` in the arena.
-
-    `begin` is a multiple of the element's size, and so is the end of every chunk but the last.
-    """
-
-    begin: int
-    end: int
-    source_dtype: torch.dtype
-    target: int
-    target_dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is wanted of one file: `ranges` of bytes as they are, sorted and apart from each other; and casts."""
-
-    ranges: tuple[tuple[int, int], ...]
-    casts: tuple[Cast, ...] = ()
-
-
-class _Target:
-    """Where the bytes of one file go; called by the thread that reads it."""
-
-    def __init__(self, file: OpenedFile, memory: Memory | None, start: bytearray, stopped: threading.Event) -> None:
-        self.file, self.memory, self.start, self._stopped = file, memory, start, stopped
-        self.stamp = _stamp(file.fd)
-        self.memory_fd = None if memory is None else memory.fd
-        self.decided = threading.Event()
-        self.news = threading.Condition()
-        self._filled = 0  # bytes from the beginning that were taken
-        self._behind = 0  # bytes from the beginning that were kept as they are before it was known what is wanted
-        self._wanted: Wanted | None = None
-        self._backed: Backed | None = None  # not as long as somebody may look at it: the kernel tells by small pages
-        self._arena: Backed | None = None
-        self._next_cast = 0
-
-    def want(self, wanted: Wanted, arena: Backed) -> None:
-        with self.news:
-            self._wanted, self._arena = wanted, arena
-            self._back(wanted.ranges)
-        self.decided.set()
-
-    def want_all(self) -> None:
-        """Keep all bytes as they are."""
-        with self.news:
-            if self._wanted is None:
-                self._back(((0, self.file.size_bytes),))
-        self.decided.set()
-
-    def _back(self, ranges: Sequence[tuple[int, int]]) -> None:
-        if self.memory_fd is not None:
-            self._backed = Backed(self.memory_fd, ranges)
-
-    def is_ready(self, end: int) -> bool:
-        """Whether the bytes up to `end` are where they are wanted."""
-        return self._filled >= end and (self._wanted is None or not self._behind)
-
-    def describe(self) -> str:
-        """Say how far the reading is."""
-        return f"{self.file.path} is read, {self._filled} of {self.file.size_bytes} bytes so far"
-
-    def __call__(self, offset: int, chunk: memoryview) -> None:
-        self._refuse_late()
-        with self.news:
-            wanted = self._wanted
-            if wanted is None:
-                self._keep(offset, chunk)
-        if wanted is not None:
-            self._catch_up(wanted)
-            self._copy(wanted, offset, chunk)
-            self._cast(wanted, offset, chunk)
-        with self.news:
-            self._filled = offset + len(chunk)
-            self.news.notify_all()
-
-    def settle(self) -> None:
-        """Finish after the last chunk, when it is decided what is wanted."""
-        self.decided.wait()
-        self._refuse_late()
-        if self._wanted is not None:
-            self._catch_up(self._wanted)
-        if self._backed is not None:
-            self._backed.close()
-        with self.news:
-            self.news.notify_all()
-
-    def _refuse_late(self) -> None:
-        if self._stopped.is_set():  # a read that came back when nobody waited for it any more: the arena may be gone
-            raise CancelledError
-
-    def _keep(self, offset: int, chunk: memoryview) -> None:
-        self._behind = offset + len(chunk)
-        self._write(chunk, offset)
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        if self._backed is not None:
-            self._backed.write(data, offset, path=self.file.path)
-        elif self.memory_fd is not None:
-            write_at(self.memory_fd, data, offset, path=self.file.path)
-
-    def _catch_up(self, wanted: Wanted) -> None:
-        """Cast what was read before it was known to be wanted, and give back what is not wanted."""
-        if not self._behind:
-            return
-        fd = self.file.fd if self.memory_fd is None else self.memory_fd
-        if wanted.casts:
-            private = mmap.MAP_PRIVATE
-            with mmap.mmap(fd, self._behind, flags=private) as mapping, memoryview(mapping) as kept:
-                self._cast(wanted, 0, kept)
-        if self.memory_fd is not None:
-            _punch(self.memory_fd, wanted.ranges, self._behind)
-        self._behind = 0
-
-    def _copy(self, wanted: Wanted, offset: int, chunk: memoryview) -> None:
-        if self.memory_fd is None:
-            return
-        for begin, end in wanted.ranges:
-            first, last = max(begin, offset), min(end, offset + len(chunk))
-            if first < last:
-                self._write(chunk[first - offset : last - offset], first)
-
-    def _cast(self, wanted: Wanted, offset: int, chunk: memoryview) -> None:
-        casts, at, stop = wanted.casts, self._next_cast, offset + len(chunk)
-        while at < len(casts) and casts[at].begin < stop:
-            first, last = max(casts[at].begin, offset), min(casts[at].end, stop)
-            self._cast_piece(casts[at], first, chunk[first - offset : last - offset])
-            if casts[at].end > stop:
-                break
-            at += 1
-        self._next_cast = at
-
-    def _cast_piece(self, cast: Cast, first: int, piece: memoryview) -> None:
-        size = cast.source_dtype.itemsize  # chunks end at multiples of it: see `Cast`
-        cast_bytes = torch.frombuffer(piece, dtype=cast.source_dtype).to(cast.target_dtype).view(torch.uint8)
-        at = cast.target + (first - cast.begin) // size * cast.target_dtype.itemsize
-        if self._arena is None:
-            raise AssertionError("a cast that is wanted in no arena")
-        self._arena.write(cast_bytes.numpy().data, at, path=self.file.path)
-
-
-def _punch(fd: int, keep: Sequence[tuple[int, int]], end: int) -> None:
-    """Give back the pages before `end` that none of the ranges touches."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    at = 0
-    for first, last in (*keep, (end, end)):
-        begin, stop = -(-at // _PAGE_BYTES) * _PAGE_BYTES, min(first, end) // _PAGE_BYTES * _PAGE_BYTES
-        if begin < stop:  # failing costs memory, nothing else
-            libc.fallocate(fd, _PUNCH, ctypes.c_longlong(begin), ctypes.c_longlong(stop - begin))
-        at = max(at, last)
 
 
 class Filling:
@@ -222,6 +63,7 @@ class Filling:
         self._targets = tuple(self._prepare(file) for file in opened.shards)
         self._workers = Workers(min(_THREADS, len(self._targets)), name="safeload-read")
         self._futures: list[Future[SealedFile]] = []
+        self._arena: Backed | None = None
         self.seen = SealedCheckpoint(
             checkpoint=opened.source.checkpoint,
             files=(*opened.small, *(self._seen(target) for target in self._targets)),
@@ -244,7 +86,7 @@ class Filling:
         """What the library maps, by weight file: sealed memory to be, or the file itself."""
         return tuple(file.fd for file in self.seen.files[len(self._opened.small) :])
 
-    def _prepare(self, file: OpenedFile) -> _Target:
+    def _prepare(self, file: OpenedFile) -> Target:
         start = bytearray()
         os.lseek(file.fd, 0, os.SEEK_SET)
         if self.headers:
@@ -256,9 +98,9 @@ class Filling:
             memory = new_memory(file.name, self._opened.source.owner)
             os.ftruncate(memory.fd, file.size_bytes)
             write_at(memory.fd, memoryview(start), 0, path=file.path)
-        return _Target(file, memory, start, self._progress.stopped)
+        return Target(file, memory, start, self._progress.stopped)
 
-    def _seen(self, target: _Target) -> SealedFile:
+    def _seen(self, target: Target) -> SealedFile:
         watches = header_watches(target.file) if self.headers else []
         for watch in watches:
             watch.add(memoryview(target.start))
@@ -270,7 +112,13 @@ class Filling:
             self._futures = [self._workers.submit(self._read, target) for target in self._targets]
 
     def want(self, wanted: Sequence[Wanted], arena: Backed) -> None:
-        """Say what is wanted of each weight file, in their order; without it all bytes are kept as they are."""
+        """Say what is wanted of each weight file, in their order; without it all bytes are kept as they are.
+
+        Args:
+            wanted: What.
+            arena: Where casts are written to. It is closed when the reading has ended, however that ends.
+        """
+        self._arena = arena
         for target, each in zip(self._targets, wanted, strict=True):
             target.want(each, arena)
 
@@ -323,7 +171,7 @@ class Filling:
         Returns:
             The checkpoint, which the caller owns; None where a file has changed since it was opened.
         """
-        if any(_stamp(target.file.fd) != target.stamp for target in self._targets):
+        if any(target.has_changed() for target in self._targets):
             return None
         self.close()
         files = [
@@ -333,17 +181,24 @@ class Filling:
         return self._opened.with_weights(files)
 
     def close(self) -> None:
-        """Stop reading. A thread stuck in a read is left behind, and what it uses stays open until it returns."""
+        """Stop reading, and close what helped to write.
+
+        A thread stuck in a read is left behind, and what it uses stays open until it returns.
+        """
         if self._progress.stopped.is_set():
             return
         self._progress.stopped.set()
         for target in self._targets:
             target.decided.set()
+        used = ExitStack()
+        for target in self._targets:
+            used.callback(target.close)
+        if self._arena is not None:
+            used.callback(self._arena.close)
         if not self._workers.close(patience_s=_PATIENCE_S):
-            used = ExitStack()
             for stack in (self._opened.source.opened, self._opened.source.owner):
                 used.push(stack.pop_all())
-            self._workers.when_ended(used.close)
+        self._workers.when_ended(used.close)  # now, as a rule
 
     def __enter__(self) -> Filling:
         """Return itself; the reading begins with `start`."""
@@ -353,7 +208,7 @@ class Filling:
         """Stop reading."""
         self.close()
 
-    def _read(self, target: _Target) -> SealedFile:
+    def _read(self, target: Target) -> SealedFile:
         file = target.file
         hasher = ChunkHasher() if self._chunks else None
         watches = header_watches(file)
@@ -369,14 +224,14 @@ class Filling:
         if hasher is not None:
             self.chunk_lists[file.name] = hasher.result()
         target.settle()
-        if target.memory is None and _stamp(file.fd) != target.stamp:
+        if target.memory is None and target.has_changed():
             raise SourceError(f"{file.path}: changed while it was read: something writes to it.", path=str(file.path))
         if target.memory is not None:
             freeze(target.memory)
         return _sealed(target, digests, watches)
 
 
-def _sealed(target: _Target, digests: Mapping[str, str], watches: Sequence[HeaderWatch]) -> SealedFile:
+def _sealed(target: Target, digests: Mapping[str, str], watches: Sequence[HeaderWatch]) -> SealedFile:
     file, memory = target.file, target.memory
     return SealedFile(
         name=file.name,
@@ -387,8 +242,3 @@ def _sealed(target: _Target, digests: Mapping[str, str], watches: Sequence[Heade
         link=file.link,
         header=watches[0].result() if watches else None,
     )
-
-
-def _stamp(fd: int) -> tuple[int, int, int]:
-    info = os.fstat(fd)
-    return info.st_size, info.st_mtime_ns, info.st_ctime_ns

@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -63,7 +63,7 @@ def _map(fd: int, size_bytes: int, *, shared: bool) -> torch.UntypedStorage:
         window = Window(fd, size_bytes, shared=shared)
     except OSError as error:
         raise MemoryError(f"{size_bytes} bytes cannot be mapped: {error.strerror}") from error
-    return torch.frombuffer(window.buffer, dtype=torch.uint8, count=size_bytes, offset=window.shift).untyped_storage()
+    return torch.frombuffer(window.buffer, dtype=torch.uint8).untyped_storage()
 
 
 def view(mapping: torch.UntypedStorage, offset_bytes: int, size_bytes: int) -> torch.Tensor:
@@ -119,8 +119,12 @@ class Arena:
         return begin
 
     def backed(self) -> Backed:
-        """Return what writes to pieces that were reserved, when no more will be asked for."""
-        return Backed(self.fd, [(0, self.used_bytes)])
+        """Return what writes to pieces that were reserved, when no more will be asked for.
+
+        The caller closes it. It has a descriptor of its own: threads that cannot be ended in time may write to it when
+        the arena is closed, and the number of a descriptor that was closed may be another file's by then.
+        """
+        return Backed(os.dup(self.fd), [(0, self.used_bytes)], owns_fd=True)
 
     def writable(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return pieces that can be written to; it cannot be frozen while one of them lives.
@@ -129,7 +133,8 @@ class Arena:
             offsets: From `reserve`.
             sizes: In bytes, as reserved.
         """
-        self.backed().prepare(0, self.used_bytes)
+        with closing(self.backed()) as backed:
+            backed.prepare(0, self.used_bytes)
         mapping = _map(self.fd, self.used_bytes, shared=True)
         return tuple(view(mapping, *piece) for piece in zip(offsets, sizes, strict=True))
 

@@ -12,30 +12,29 @@ in the file, modulo two megabytes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from safeload.advising import MADV_COLLAPSE, advise, libc
 from safeload.holding import write_at
 
-__all__ = ["HUGE", "POPULATE_READ", "POPULATE_WRITE", "SMALL", "Backed", "Window", "advise", "huge_page_bytes", "knows"]
-
-HUGE: Final = 14  # advice of Linux's madvise(2), by its number: python's mmap does not name all of it
-SMALL: Final = 15
-POPULATE_READ: Final = 22  # since Linux 5.14, as the next
-POPULATE_WRITE: Final = 23
-_COLLAPSE: Final = 25
+__all__ = ["Backed", "Trial", "Window", "huge_page_bytes"]
 
 _SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _LARGEST_BYTES: Final = 32 * 1024**2  # on arm64 a huge page may have 512 MiB: no use for towers
-_MAP_FIXED: Final = 0x10
-_PLACEHOLDER: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | 0x4000  # MAP_NORESERVE
+_PROT_NONE: Final = 0
+_MAP_FIXED_NOREPLACE: Final = 0x100000  # since Linux 4.17; before that the address is a wish, and may not be granted
+_MAP_NOTHING: Final = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | 0x4000  # MAP_NORESERVE
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_TRIES: Final = 8  # to be the first to map something at an address that was free
 _AHEAD_PAGES: Final = 4  # asked for at a time: each call takes its time, and makes the kernel drain lists on every core
 _MOST_S_PER_BYTE: Final = 0.3e-9  # less than small pages cost: a virtual machine may have to ask its host for huge ones
 
@@ -50,39 +49,10 @@ def huge_page_bytes() -> int:
     return size_bytes if size_bytes <= _LARGEST_BYTES else 0
 
 
-@functools.cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
-
-
-def advise(begin: int, end: int, advice: int) -> bool:
-    """Advise the kernel of memory of this process, and let other threads run meanwhile, as `mmap.madvise` does not.
-
-    Args:
-        begin: Address; a multiple of the page's size.
-        end: Where it ends.
-        advice: One of those above.
-
-    Returns:
-        Whether the kernel has taken it.
-    """
-    return int(_libc().madvise(begin, end - begin, advice)) == 0
-
-
-@functools.cache
-def knows(advice: int) -> bool:
-    """Return whether this kernel knows an advice."""
-    return sys.platform == "linux" and advise(0, 0, advice)  # of no memory at all
-
-
 class Window:
-    """A mapping of memory from its beginning, at an address that huge pages can be mapped at.
+    """A mapping of memory from its beginning, at an address that huge pages can be mapped at where there is one free.
 
-    `buffer[shift : shift + size_bytes]` are the bytes; the mapping ends with the last object that uses the buffer.
+    `buffer` are the bytes; the mapping ends with the last object that uses the buffer.
 
     Args:
         fd: The memory, or a file; may be closed afterwards.
@@ -91,21 +61,49 @@ class Window:
         writable: Whether it may be written to.
 
     Raises:
-        OSError: The system does not map it.
+        OSError: The system does not map it. Nothing is left of it then.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, shared: bool = False, writable: bool = True) -> None:
-        align_bytes = huge_page_bytes() or mmap.PAGESIZE
-        self.size_bytes = size_bytes
-        # A place in the address space, which python gives back as a whole when nobody uses it any more.
-        self.buffer = mmap.mmap(-1, size_bytes + align_bytes, flags=_PLACEHOLDER)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
-        self.address = -(-begin // align_bytes) * align_bytes
-        self.shift = self.address - begin
-        flags = _MAP_FIXED | (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        if _libc().mmap(self.address, size_bytes, access, flags, fd, 0) != self.address:
+        self.size_bytes = size_bytes
+        self.address = _map_aligned(fd, size_bytes, access, flags)
+        self.buffer = (ctypes.c_char * size_bytes).from_address(self.address)
+        end = weakref.finalize(self.buffer, libc().munmap, self.address, size_bytes)
+        end.atexit = False  # tensors may be in use until the process is gone
+
+
+def _map_aligned(fd: int, size_bytes: int, access: int, flags: int) -> int:
+    """Map a file at a multiple of a huge page's size; anywhere where there are none, or others always take the place.
+
+    Never over what is mapped already, not even a placeholder: where such a call fails, the kernel may have unmapped
+    that before, and what another thread maps there next would be unmapped along with the placeholder.
+    """
+    align_bytes = huge_page_bytes()
+    for _ in range(_TRIES if align_bytes else 0):
+        place = _free_place(size_bytes, align_bytes)
+        address = libc().mmap(place, size_bytes, access, flags | _MAP_FIXED_NOREPLACE, fd, 0)
+        if address != _MAP_FAILED:
+            return int(address)
+        if ctypes.get_errno() != errno.EEXIST:
             raise _error()
+    return _mapped(None, size_bytes, access, flags, fd, 0)
+
+
+def _free_place(size_bytes: int, align_bytes: int) -> int:
+    """Return an address at which nothing is mapped just now."""
+    room_bytes = size_bytes + align_bytes
+    begin = _mapped(None, room_bytes, _PROT_NONE, _MAP_NOTHING, -1, 0)
+    libc().munmap(begin, room_bytes)
+    return -(-begin // align_bytes) * align_bytes
+
+
+def _mapped(*arguments: int | None) -> int:
+    address = libc().mmap(*arguments)
+    if address == _MAP_FAILED:
+        raise _error()
+    return int(address)
 
 
 def _error() -> OSError:
@@ -113,22 +111,57 @@ def _error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
+class Trial:
+    """Huge pages on trial: they are taken until some steps in a row cost more than small pages would.
+
+    As a rule they cost least by far. But what is free in them is what a virtual machine gives back to its host, which
+    has to find memory for every part of such a page again: then they cost five times as much as small ones, and will
+    for the rest of a load. Nobody says beforehand which it is, so steps are timed.
+
+    Args:
+        most_s_per_byte: What small pages cost. More than that is dear.
+        patience: The number of dear steps in a row that ends the trial.
+    """
+
+    def __init__(self, most_s_per_byte: float, *, patience: int) -> None:
+        self._most_s_per_byte, self._patience = most_s_per_byte, patience
+        self._dear = 0
+        self.goes_on = True
+
+    def note(self, seconds: float, size_bytes: int) -> None:
+        """Take note of what a step in huge pages has cost.
+
+        Args:
+            seconds: How long it took.
+            size_bytes: How much memory it was.
+        """
+        self._dear = self._dear + 1 if seconds > self._most_s_per_byte * size_bytes else 0
+        self.goes_on = self.goes_on and self._dear < self._patience
+
+
 class Backed:
     """Memory that is backed by huge pages just before it is filled; may be used by several threads.
 
+    Whoever makes it closes it, when none of them writes to it any more.
+
     Args:
-        fd: The memory, which must stay open as long as this is used.
+        fd: The memory, which must stay open as long as this is.
         ranges: What of it will be filled, begin and end in bytes. A huge page that is not wholly in one of them stays
             in small ones, so that no memory is used beyond what is wanted.
+        owns_fd: Whether the descriptor is closed along with it.
     """
 
-    def __init__(self, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
-        self._fd, self._lock = fd, threading.Lock()
+    def __init__(self, fd: int, ranges: Sequence[tuple[int, int]], *, owns_fd: bool = False) -> None:
+        self._fd, self._owns_fd, self._lock = fd, owns_fd, threading.Lock()
         page = huge_page_bytes()
         found = [number for begin, end in ranges for number in range(-(-begin // page), end // page)] if page else []
         self._due = set(found)
         self._window: Window | None = None
         self._end = max(found, default=-1) + 1
+        # What small pages cost is a constant here and not measured: they are made by the write itself, and those of a
+        # measurement would stay small for every process that maps them. One dear step ends it, and it is the time that
+        # has passed which counts: whoever reads and hashes waits for it.
+        self._trial = Trial(_MOST_S_PER_BYTE, patience=1)
 
     def write(self, data: memoryview, offset: int, *, path: Path) -> None:
         """Write bytes to their place.
@@ -155,9 +188,12 @@ class Backed:
                     self._collapse(number)
 
     def close(self) -> None:
-        """Give back the mapping; the pages stay."""
+        """Give back the mapping, and the descriptor if it is its own; the pages stay. Twice is as once."""
         with self._lock:
             self._give_up()
+            fd, self._fd = self._fd, -1
+        if self._owns_fd and fd >= 0:
+            os.close(fd)
 
     def _collapse(self, first: int) -> None:
         """Back a run of pages that are due, from `first` on; ask for none any more where that fails or takes long."""
@@ -167,12 +203,13 @@ class Backed:
         start = time.perf_counter()
         try:
             self._ask_for(first, stop)
-        except OSError:  # a kernel that cannot, or no huge page left; no memory left, as the write will tell
+        except OSError:  # a kernel that cannot, or not now; no huge page left; no memory left, as the write will tell
             self._give_up()
-        else:
-            self._due.difference_update(range(first, stop))
-            if time.perf_counter() - start > _MOST_S_PER_BYTE * (stop - first) * huge_page_bytes():
-                self._give_up()
+            return
+        self._due.difference_update(range(first, stop))
+        self._trial.note(time.perf_counter() - start, (stop - first) * huge_page_bytes())
+        if not self._trial.goes_on:
+            self._give_up()
 
     def _ask_for(self, first: int, stop: int) -> None:
         page = huge_page_bytes()
@@ -181,7 +218,7 @@ class Backed:
         for number in range(first, stop):
             os.posix_fallocate(self._fd, number * page, 1)
         base = self._window.address
-        if not advise(base + first * page, base + stop * page, _COLLAPSE):
+        if not advise(base + first * page, base + stop * page, MADV_COLLAPSE):
             raise _error()
 
     def _give_up(self) -> None:

@@ -1,16 +1,14 @@
 """Give fresh memory its pages ahead of the bytes that are received into it, of the kind that costs less just now.
 
-A fresh page costs more than the bytes that go into it. As a rule huge pages cost least by far; but what is free in them
-is what a virtual machine gives back to its host, which has to find memory for every part of such a page again: then
-they cost five times as much as small ones. Nobody says beforehand which it is, so each step is timed, and where huge
-pages are dear small ones are taken. Linux only, and from 5.14 on: elsewhere pages are made as the bytes arrive.
+A fresh page costs more than the bytes that go into it, and a huge one less than small ones or far more: see
+`safeload.paging.Trial`. So each step is timed, and where huge pages are dear small ones are taken. Linux only, and from
+5.14 on: elsewhere pages are made as the bytes arrive.
 
 Receives memory that nobody has written to yet; changes no byte of it, also where bytes have arrived meanwhile.
 """
 
 from __future__ import annotations
 
-import mmap
 import sys
 import time
 from collections.abc import Sequence
@@ -19,16 +17,17 @@ from typing import Final
 
 import torch
 
+from safeload.advising import MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise, whole_pages
 from safeload.aiding import Aid
 from safeload.mapping import ALIGN_BYTES
-from safeload.paging import HUGE, POPULATE_WRITE, SMALL, advise
+from safeload.paging import Trial, huge_page_bytes
 
 __all__ = ["Populating"]
 
-_HUGE_PAGE_BYTES: Final = 2 * 1024**2
-_STEP_BYTES: Final = 2 * _HUGE_PAGE_BYTES  # small: so much is lost where huge pages turn out to be dear
+_STEP_PAGES: Final = 2  # huge ones; few: so much is lost where they turn out to be dear
+_STEP_BYTES: Final = 4 * 1024**2  # where there are none
 _MEASURED: Final = 2  # steps in small pages, to know what those cost
-_DEAR_STEPS: Final = 2  # in a row: one alone may be chance
+_PATIENCE: Final = 2  # dear steps in a row: nobody waits for this thread, and one alone may be chance
 
 
 class Populating(Aid):
@@ -47,37 +46,42 @@ class Populating(Aid):
             self._populate(begin, end)
         finally:  # no page is made by this: it lets the kernel join small ones later, where that is configured
             if begin < end and sys.platform == "linux":
-                advise(*_pages(begin, end), HUGE)
+                advise(*whole_pages(begin, end), MADV_HUGEPAGE)
 
     def _populate(self, begin: int, end: int) -> None:
-        choice = _Choice()
-        for at, stop in _steps(begin, end) if sys.platform == "linux" else ():
+        choice, step_bytes = _Choice(), _step_bytes()
+        for at, stop in _steps(begin, end, step_bytes) if sys.platform == "linux" else ():
             if self._stop.is_set():
                 return
             start_s = time.thread_time()
-            advise(at, stop, HUGE if choice.huge else SMALL)
-            if not advise(at, stop, POPULATE_WRITE):  # a kernel that cannot, or no memory: told by who writes
+            advise(at, stop, MADV_HUGEPAGE if choice.huge else MADV_NOHUGEPAGE)
+            if not advise(at, stop, MADV_POPULATE_WRITE):  # a kernel that cannot, or no memory: told by who writes
                 return
-            if stop - at == _STEP_BYTES:  # else no measure for a step
-                choice.note(time.thread_time() - start_s)
+            if stop - at == step_bytes:  # else no measure for a step
+                choice.note(time.thread_time() - start_s, step_bytes)
 
 
 class _Choice:
-    """Which pages to take next, from what the last ones have cost this thread."""
+    """Which pages to take next, from what the last ones have cost this thread: small ones first, to know what they do.
+
+    The time of this thread counts: that it has to wait for others, on a machine that is busy, is no matter of pages.
+    """
 
     def __init__(self) -> None:
         self._small_s: list[float] = []
-        self._dear = 0
+        self._trial: Trial | None = None
 
     @property
     def huge(self) -> bool:
-        return len(self._small_s) >= _MEASURED and self._dear < _DEAR_STEPS
+        return self._trial is not None and self._trial.goes_on
 
-    def note(self, seconds: float) -> None:
-        if not self.huge:
-            self._small_s = [*self._small_s, seconds][:_MEASURED]
-            return
-        self._dear = self._dear + 1 if seconds > min(self._small_s) else 0
+    def note(self, seconds: float, step_bytes: int) -> None:
+        if self._trial is not None:
+            self._trial.note(seconds, step_bytes)
+        elif huge_page_bytes():
+            self._small_s.append(seconds)
+            if len(self._small_s) == _MEASURED:
+                self._trial = Trial(min(self._small_s) / step_bytes, patience=_PATIENCE)
 
 
 def _span(segments: Sequence[torch.Tensor]) -> tuple[int, int]:
@@ -88,15 +92,14 @@ def _span(segments: Sequence[torch.Tensor]) -> tuple[int, int]:
     return (spans[0][0], spans[-1][1]) if spans else (0, 0)
 
 
-def _pages(begin: int, end: int) -> tuple[int, int]:
-    """Return the beginning of the first page of some memory and the end of the last."""
-    return begin // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+def _step_bytes() -> int:
+    return _STEP_PAGES * huge_page_bytes() or _STEP_BYTES
 
 
-def _steps(begin: int, end: int) -> list[tuple[int, int]]:
+def _steps(begin: int, end: int, step_bytes: int) -> list[tuple[int, int]]:
     """Cut memory at multiples of a step, from the beginning of a page to the end of one."""
     if begin == end:
         return []
-    first, last = _pages(begin, end)
-    inner = range((first // _STEP_BYTES + 1) * _STEP_BYTES, last, _STEP_BYTES)
+    first, last = whole_pages(begin, end)
+    inner = range((first // step_bytes + 1) * step_bytes, last, step_bytes)
     return list(pairwise([first, *inner, last]))

@@ -75,7 +75,7 @@ class Blocks:
 
     def __init__(self, fds: Sequence[int], layout: Layout) -> None:
         self.fds, self.layout = tuple(fds), layout
-        self._filled = [(0, 0)] * len(self.fds)  # by block: the run of bytes that was last seen to be written
+        self._filled = [(0, 0)] * len(self.fds)  # by block: the run of bytes that was last seen to be there
 
     def map(self, load_plan: LoadPlan) -> tuple[torch.Tensor, ...]:
         """Map the blocks privately and return the segments of the plan.
@@ -103,7 +103,13 @@ class Blocks:
         )
 
     def is_there(self, load_plan: LoadPlan, number: int) -> bool:
-        """Say whether the bytes of a segment are in memory: written to it, or read from the disk.
+        """Say whether the memory of a segment is there, so that looking at it makes no page and waits for no disk.
+
+        Of a file that is mapped: whether its end is in memory, as after it was read. Of sealed memory: whether it has
+        pages, which is no word on what is in them. Whoever fills it makes huge pages ahead of the bytes, as many as are
+        asked for at a time (`safeload.paging.Backed`): some MiB of zeros may be there, and all of a segment of which
+        nothing has been written. To enter such pages into a page table is harmless, since they are shared: the bytes
+        appear in them. Nobody may take it for more: that the bytes are there, and right, is what the verdict says.
 
         Args:
             load_plan: The source's plan.
@@ -113,13 +119,13 @@ class Blocks:
         fd, end = self.fds[place.block], place.offset_bytes + load_plan.segments[number].size_bytes
         try:
             if self.layout.sealed[place.block]:
-                return self._is_written(place, end)
+                return self._has_pages(place, end)
             last = max(place.offset_bytes, end - 1 - mmap.PAGESIZE)  # its end may be on the first page of the next one
             return os.preadv(fd, [bytearray(1)], last, os.RWF_NOWAIT) == 1
         except OSError:  # not in memory, or a file system that does not tell
             return False
 
-    def _is_written(self, place: Place, end: int) -> bool:
+    def _has_pages(self, place: Place, end: int) -> bool:
         """Ask for the end of a run from its last known end on: the kernel looks at every page in between."""
         begin, edge = self._filled[place.block]
         if not begin <= place.offset_bytes <= edge:

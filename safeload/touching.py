@@ -8,15 +8,14 @@ turn. Where the kernel cannot be asked for that, one byte is looked at in each w
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
+from safeload.advising import MADV_POPULATE_READ, advise, knows, whole_pages
 from safeload.aiding import Aid
 from safeload.mapping import WINDOW_BYTES
-from safeload.paging import POPULATE_READ, advise, knows
 
 __all__ = ["Touching"]
 
@@ -49,8 +48,7 @@ class Touching(Aid):
 
 def _enter(segment: torch.Tensor) -> None:
     begin, end = segment.data_ptr(), segment.data_ptr() + segment.numel()
-    page = mmap.PAGESIZE
-    if knows(POPULATE_READ):  # a file that was cut short is an error of this, where a look would end the process
-        advise(begin // page * page, -(-end // page) * page, POPULATE_READ)
+    if knows(MADV_POPULATE_READ):  # a file that was cut short is an error of this, where a look would end the process
+        advise(*whole_pages(begin, end), MADV_POPULATE_READ)
     else:
         segment[::WINDOW_BYTES].sum()

@@ -29,7 +29,7 @@ STUCK = {
     "config": ("safeload.sealing.copy_hashed", 0, "clip is opened"),
     "headers": ("safeload.filling.read_start", 0, "clip is opened"),
     "first bytes": ("safeload.filling.copy_hashed", 0, "model.safetensors is read, 0 of "),
-    "weights": ("safeload.filling._Target.__call__", 1, "model.safetensors is read, [1-9][0-9]* of "),
+    "weights": ("safeload.routing.Target.__call__", 1, "model.safetensors is read, [1-9][0-9]* of "),
 }
 
 
@@ -47,8 +47,8 @@ def stuck(work, count, *, everywhere=False):
     import importlib
 
     module, _, name = work.rpartition(".")
-    owner = sys.modules.get(module) or importlib.import_module(module.removesuffix("._Target"))
-    owner = owner._Target if module.endswith("_Target") else owner
+    owner = sys.modules.get(module) or importlib.import_module(module.removesuffix(".Target"))
+    owner = owner.Target if module.endswith(".Target") else owner
     original, calls = getattr(owner, name), []
     reader, writer = os.pipe()
 
