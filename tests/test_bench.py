@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from safeload import benching, chilling, racing, weighing
+from safeload import benching, chilling, metering, racing, weighing
 from safeload.benching import WAYS, BenchReport, Measured, bench, installed
 from safeload.chilling import drop, read_anew, resident_share
 from safeload.errors import SafeLoadError
@@ -318,16 +318,18 @@ def _weigh(path):
     source = dist.get_rank() == 0
 
     def load():
-        time.sleep(0 if source else 0.5)  # the first rank waits until the other one maps the file too
+        time.sleep(0 if source else 1)  # the first rank waits until the other one maps the file too
         if source:
             working = torch.ones(160 * _MIB, dtype=torch.uint8)
-            time.sleep(0.3)
+            time.sleep(0.5)
             del working
         module = torch.nn.Module()
         module.register_buffer("table", torch.from_file(path, shared=False, size=64 * _MIB, dtype=torch.uint8))
         return module
 
-    found = weighing.weigh_once(load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metering, "_SHARE", 0)  # look often, however long a reading takes on a busy machine
+        found = weighing.weigh_once(load)
     assert found["loaded_bytes"] == 64 * _MIB
     assert 24 * _MIB < found["pss_bytes"] < 48 * _MIB  # half of what both have looked at
     assert (found["peak_bytes"] > 150 * _MIB) == source
