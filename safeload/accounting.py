@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 
 from safeload.calling import Call, Filled
-from safeload.reporting import LoadReport, MemoryMeter, RankReport
+from safeload.metering import MemoryMeter
+from safeload.reporting import LoadReport, RankReport
 from safeload.sourcing import Sourced
 
 __all__ = ["gather_report", "own_account"]

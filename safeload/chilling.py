@@ -27,6 +27,7 @@ def drop(paths: Iterable[str]) -> None:
 
     Raises:
         NotImplementedError: The system has no such call.
+        OSError: A file cannot be opened, or what was written to it does not reach the disk.
     """
     if not hasattr(os, "posix_fadvise"):
         raise NotImplementedError("this system has no posix_fadvise: a cold load cannot be measured here")
@@ -47,6 +48,10 @@ def read_anew(paths: Iterable[str]) -> None:
 
     Args:
         paths: The files; those that a process maps stay as they are.
+
+    Raises:
+        NotImplementedError: The system can drop no files.
+        OSError: A file cannot be read.
     """
     found = tuple(paths)
     drop(found)

@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from safeload.examining import Contents
 from safeload.filling import Filling
 from safeload.headers import Header
+from safeload.listing import bytes_from
 from safeload.mapping import Arena, Mapped, mapped_now, view
-from safeload.planning import LoadPlan, bytes_from, plan, reorder, segment_beginnings
+from safeload.planning import LoadPlan, plan, reorder, segment_beginnings
 from safeload.reading import announce
 from safeload.routing import Cast, Wanted
 from safeload.sealing import SealedCheckpoint

@@ -27,8 +27,8 @@ from safeload.demo_model import (
 )
 from safeload.demo_records import WAYS, LoadRow, Setting, TrainRow
 from safeload.loading import load_report
+from safeload.metering import pss_bytes
 from safeload.observing import observe_opens
-from safeload.reporting import pss_bytes
 from safeload.resolving import resolve
 
 __all__ = ["load_plainly", "load_safely", "prepare"]

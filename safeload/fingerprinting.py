@@ -26,15 +26,16 @@ _SEED: Final = 20231
 
 
 @functools.cache
-def _drawn() -> memoryview:
-    """Draw the coefficients once a process: that takes as long as to fingerprint a megabyte."""
+def _drawn() -> bytes:
+    """Draw the coefficients once a process: that takes as long as to fingerprint a megabyte. Nobody can change them."""
     generator = torch.Generator().manual_seed(_SEED)
     drawn = torch.randint(-(2**62), 2**62, (_ROW_WORDS,), dtype=torch.int64, generator=generator, device="cpu")
-    return (drawn * 2 + 1).numpy().data
+    return (drawn * 2 + 1).numpy().tobytes()
 
 
 def _coefficients(device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(_drawn(), dtype=torch.int64).to(device)
+    """Return a copy of the coefficients, `[_ROW_WORDS]`."""
+    return torch.frombuffer(bytearray(_drawn()), dtype=torch.int64).to(device)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

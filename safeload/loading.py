@@ -29,11 +29,12 @@ from safeload.delivering import deliver, prepare
 from safeload.errors import ProtectionError
 from safeload.group import join_group
 from safeload.guarding import Guarded
+from safeload.metering import MemoryMeter
 from safeload.opening import Opened, open_source
 from safeload.placing import tensors_of
 from safeload.promising import Promise
 from safeload.protecting import protect, tower_state, unprotect
-from safeload.reporting import LoadReport, MemoryMeter, StageClock
+from safeload.reporting import LoadReport, StageClock
 from safeload.requesting import Request, patterns
 from safeload.resolving import resolve
 from safeload.sourcing import Constructed, Sourced, construct

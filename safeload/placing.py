@@ -17,13 +17,16 @@ import torch
 from torch import nn
 
 from safeload.errors import CheckpointError
+from safeload.listing import NamedTensor, list_tensors
 from safeload.mapping import ALIGN_BYTES
-from safeload.planning import LoadPlan, NamedTensor, TensorSpec, list_tensors, named_tensors
+from safeload.planning import LoadPlan, TensorSpec
 
 __all__ = ["Placement", "allocate", "check_module", "is_one_piece", "place", "tensors_of"]
 
 _LISTED = 20
-_ONE_PIECE_BYTES: Final = 32 * 1024**2  # below that, rounding up to huge pages would show
+# One piece is for `safeload.populating`, which has to try some of the pages to know which kind of them costs less: of a
+# smaller tower too few are left then. And it has a price: one tensor that somebody keeps keeps all of it in memory.
+_ONE_PIECE_BYTES: Final = 32 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,7 @@ def check_module(module: nn.Module, load_plan: LoadPlan) -> None:
 
     Ranks: every rank that receives.
     """
-    found = _differences({item.name: item for item in named_tensors(module)}, load_plan)
+    found = _differences({item.name: item for item in list_tensors(module)}, load_plan)
     if found:
         lines = [f"{name}: {what}" for name, what in sorted(found.items())]
         more = f" (+{len(lines) - _LISTED} more)" if len(lines) > _LISTED else ""
@@ -192,7 +195,7 @@ def place(
 
     Ranks: every rank that receives; on the source too where the tower moves to another device.
     """
-    ours = {name: tensor for name, _, tensor, _ in list_tensors(module)}
+    ours = {item.name: item.tensor for item in list_tensors(module)}
     owners = dict(module.named_modules(remove_duplicate=False))
     made: dict[str, torch.Tensor] = {}
     for spec in load_plan.tensors:
@@ -201,7 +204,7 @@ def place(
         else:
             made[spec.name] = made[spec.same_as]
         _put(owners, spec, made[spec.name])
-    meta = sorted(name for name, _, tensor, _ in list_tensors(module) if tensor.is_meta)
+    meta = sorted(item.name for item in list_tensors(module) if item.tensor.is_meta)
     if meta:
         raise CheckpointError(f"still on the meta device after the load: {', '.join(meta)}", missing=meta)
     own = sum(spec.same_as is None for spec in load_plan.tensors)

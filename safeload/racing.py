@@ -7,9 +7,6 @@ loaded is compared with what `from_pretrained` gives, value by value: what is fa
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +19,8 @@ from torch import nn
 from safeload.chilling import drop, read_anew, resident_share
 from safeload.errors import SafeLoadError
 from safeload.peers import PEERS, hash_files
-from safeload.reporting import MemoryMeter, pss_bytes
 from safeload.skeletons import load_class, weight_files
+from safeload.weighing import give_back_memory, let_malloc_map, time_once, weigh_once
 
 __all__ = ["TIMEOUT", "WAYS", "Race", "race"]
 
@@ -38,11 +35,6 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "safeload-bf16": {"dtype": "bfloat16"},
 }
 WAYS: Final = ("sha256", *PEERS, *_OWN)
-_PAGE_BYTES: Final = 4096
-_M_TRIM_THRESHOLD: Final = -1  # of glibc's malloc.h
-_M_MMAP_THRESHOLD: Final = -3
-_LARGE_BYTES: Final = 1024**2
-_KEPT_BYTES: Final = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +79,7 @@ def race(what: Race) -> dict[str, Any]:
     Ranks: every rank of the default group.
     """
     torch.set_num_threads(1)
-    _let_malloc_map()
+    let_malloc_map()
     _meet_over_tcp()
     model_class = load_class(what.folder)
     _prepare(model_class, what)
@@ -97,32 +89,20 @@ def race(what: Race) -> dict[str, Any]:
     weights: dict[str, dict[str, float]] = {}
     for way, load in loads.items():
         _compare(way, load(), model_class, what.folder)
-        _give_back_memory()
-        weights[way] = _weigh_once(load)
+        give_back_memory()
+        weights[way] = weigh_once(load)
     resident: list[float | None] = []
     for _ in range(what.rounds):
         for way, load in loads.items():
-            _give_back_memory()
+            give_back_memory()
             resident += [_chill(what.files())] if what.cold else []
-            runs[way].append(_run_once(load))
+            runs[way].append(time_once(load))
     shares = [share for share in resident if share is not None]
     return {
         "ways": {way: {key: [each[key] for each in rows] for key in rows[0]} for way, rows in runs.items()},
         "memory": weights,
         "resident": max(shares) if shares and len(shares) == len(resident) else None,
     }
-
-
-def _let_malloc_map() -> None:
-    """Have glibc map every large tensor by itself for good, as a fresh process does, and as a training's loads find it.
-
-    Otherwise it learns from what is freed to keep it: a way would be given the pages of the one before, already faulted
-    in, and would seem to need neither the time nor the memory. Small memory is kept until a way has ended.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _meet_over_tcp() -> None:
@@ -198,16 +178,6 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in (*module.named_parameters(), *module.named_buffers())}
 
 
-def _give_back_memory() -> None:
-    """Let nothing of the way before count for this one: what it has freed goes back to the system."""
-    import torch.distributed as dist
-
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    dist.barrier()
-
-
 def _chill(paths: Sequence[str]) -> float | None:
     """Drop the files, which no rank maps any more, and return the share that has stayed."""
     import torch.distributed as dist
@@ -218,49 +188,3 @@ def _chill(paths: Sequence[str]) -> float | None:
         share = resident_share(paths)
     dist.barrier()
     return share
-
-
-def _run_once(load: Callable[[], nn.Module | None]) -> dict[str, float]:
-    """Load and measure the time; nothing else runs meanwhile."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    start, start_cpu = time.perf_counter(), time.process_time()
-    module = load()
-    returned = time.perf_counter() - start
-    if module is not None:
-        _touch(module)
-    cpu_s = time.process_time() - start_cpu
-    dist.barrier()
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "returned_s": returned, "cpu_s": cpu_s}
-
-
-def _weigh_once(load: Callable[[], nn.Module | None]) -> dict[str, float]:
-    """Load and measure the memory, in a load of its own: looking at memory takes time."""
-    import torch.distributed as dist
-
-    before = pss_bytes() or 0
-    with MemoryMeter() as meter:
-        dist.barrier()
-        module = load()
-        loaded_bytes = _touch(module) if module is not None else 0
-        dist.barrier()
-        meter.stop()  # all ranks still hold what they have loaded
-        dist.barrier()
-    return {
-        "loaded_bytes": float(loaded_bytes),
-        "pss_bytes": float(max(0, (meter.after_bytes or 0) - before)),
-        "peak_bytes": float(max(0, (meter.peak_bytes or 0) - before)),
-    }
-
-
-def _touch(module: nn.Module) -> int:
-    """Read a value of every page; wait for a verdict that is still out."""
-    size_bytes = 0
-    for value in (*module.parameters(), *module.buffers()):
-        raw = value.detach().reshape(-1).view(torch.uint8) if value.numel() else value.new_empty(0, dtype=torch.uint8)
-        raw[::_PAGE_BYTES].sum()
-        size_bytes += value.nbytes
-    module.state_dict()
-    return size_bytes

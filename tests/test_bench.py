@@ -7,20 +7,25 @@ import hashlib
 import json
 import mmap
 import os
+import sys
 import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from safeload import benching, racing
+from safeload import benching, chilling, metering, racing, weighing
 from safeload.benching import WAYS, BenchReport, Measured, bench, installed
-from safeload.chilling import drop, resident_share
+from safeload.chilling import drop, read_anew, resident_share
 from safeload.errors import SafeLoadError
 from safeload.making import make_sharded_tower, make_tower
 from safeload.peers import PEERS, hash_files
 from safeload.skeletons import Peer, empty_module, fill_module, load_class, meta_module
 from tests.ranks import on_ranks
 from tests.towers import assert_equal_towers, clip_folder
+
+_MIB = 1024**2
 
 
 def _measured(way, ranks, seconds, **others):
@@ -217,6 +222,129 @@ def test_dropped_files_are_out_of_memory_and_the_check_can_tell(tmp_path):
     assert resident_share([]) == 0.0
 
 
+@pytest.fixture
+def shares_after_drop(monkeypatch):
+    """How much of each file is in memory when `read_anew` has dropped it and has not read it yet."""
+    found = []
+
+    def drop_and_look(paths):
+        drop(paths)
+        found.extend(map(_share, paths))
+
+    monkeypatch.setattr(chilling, "drop", drop_and_look)
+    return found
+
+
+def _share(path):
+    return resident_share([path])
+
+
+def test_files_that_are_read_anew_are_in_memory_and_whole(tmp_path, shares_after_drop):
+    contents = [os.urandom(size_bytes) for size_bytes in (9 << 20, 5, 0)]
+    paths = [str(tmp_path / str(number)) for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        with open(path, "wb") as file:
+            file.write(content)
+    if _share(paths[0]) is None:
+        pytest.skip("this system has no mincore")
+    read_anew(iter(paths))
+    if shares_after_drop[0] == 1.0:
+        pytest.skip("the file system of the temporary folder keeps its files in memory alone")
+    assert shares_after_drop == [0.0, 0.0, 0.0]
+    assert [_share(path) for path in paths] == [1.0, 1.0, 0.0]  # the last one has no page
+    for path, content in zip(paths, contents, strict=True):
+        with open(path, "rb") as file:
+            assert file.read() == content
+
+
+def test_a_file_that_is_mapped_stays_as_it_is(tmp_path, shares_after_drop):
+    paths = [str(tmp_path / name) for name in ("mapped", "other")]
+    content = os.urandom(8 << 20)
+    for path in paths:
+        with open(path, "wb") as file:
+            file.write(content)
+    if _share(paths[0]) is None:
+        pytest.skip("this system has no mincore")
+    with open(paths[0], "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        sum(mapped[:: mmap.PAGESIZE])
+        read_anew(paths)
+        assert mapped[:] == content
+    if shares_after_drop[1] == 1.0:
+        pytest.skip("the file system of the temporary folder keeps its files in memory alone")
+    assert shares_after_drop == [1.0, 0.0]
+    assert [_share(path) for path in paths] == [1.0, 1.0]
+
+
+def test_files_that_cannot_be_dropped_or_read_are_told(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError):
+        read_anew([str(tmp_path / "none")])
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    with pytest.raises(NotImplementedError, match="posix_fadvise"):
+        read_anew([])
+
+
+# --- what a race does on every rank ---
+
+
+@on_ranks(2)
+def test_the_first_rank_warms_the_files_and_the_others_wait(tmp_path):
+    source, read = dist.get_rank() == 0, []
+
+    def slowly(paths):
+        time.sleep(0.3)
+        read.extend(paths)
+        (tmp_path / "read").touch()
+
+    def not_here(paths):
+        raise NotImplementedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(racing, "read_anew", slowly)
+        racing._warm(["a", "b"])
+        assert (tmp_path / "read").exists()
+        assert read == (["a", "b"] if source else [])
+        patch.setattr(racing, "read_anew", not_here)
+        racing._warm(["a"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is told by Linux alone")
+def test_a_load_is_weighed_while_all_ranks_hold_it_and_at_its_most(tmp_path):
+    (tmp_path / "weights").write_bytes(os.urandom(64 * _MIB))
+    _weigh(str(tmp_path / "weights"))
+
+
+@on_ranks(2)
+def _weigh(path):
+    source = dist.get_rank() == 0
+
+    def load():
+        time.sleep(0 if source else 1)  # the first rank waits until the other one maps the file too
+        if source:
+            working = torch.ones(160 * _MIB, dtype=torch.uint8)
+            time.sleep(0.5)
+            del working
+        module = torch.nn.Module()
+        module.register_buffer("table", torch.from_file(path, shared=False, size=64 * _MIB, dtype=torch.uint8))
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metering, "_SHARE", 0)  # look often, however long a reading takes on a busy machine
+        found = weighing.weigh_once(load)
+    assert found["loaded_bytes"] == 64 * _MIB
+    assert 24 * _MIB < found["pss_bytes"] < 48 * _MIB  # half of what both have looked at
+    assert (found["peak_bytes"] > 150 * _MIB) == source
+    assert weighing.weigh_once(lambda: None)["loaded_bytes"] == 0
+
+
+@on_ranks(2)
+def test_a_load_is_timed_until_all_ranks_have_it():
+    pause_s = 0.1 if dist.get_rank() == 0 else 0.6
+    found = weighing.time_once(lambda: time.sleep(pause_s))
+    assert pause_s <= found["returned_s"] < pause_s + 0.4
+    assert found["seconds"] >= 0.6
+    assert found["cpu_s"] < 0.4
+
+
 # --- all of it ---
 
 
@@ -265,12 +393,12 @@ def _own_mib():
 
 @on_ranks(1)
 def test_what_one_way_has_freed_is_not_there_for_the_next():
-    racing._let_malloc_map()
+    weighing.let_malloc_map()
     torch.ones(16 << 20, dtype=torch.uint8)  # from what is freed glibc learns what to keep
-    racing._give_back_memory()
+    weighing.give_back_memory()
     before = _own_mib()
     thread = threading.Thread(target=lambda: [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(20)])
     thread.start()
     thread.join()
-    racing._give_back_memory()
+    weighing.give_back_memory()
     assert _own_mib() - before < 8

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from safeload import reporting
-from safeload.reporting import MemoryMeter
+from safeload import metering
+from safeload.metering import MemoryMeter
 
 MIB = 1024**2
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PSS is told by Linux alone")
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PSS is told by 
 @pytest.fixture
 def readings(monkeypatch):
     taken = []
-    read = reporting.pss_bytes
-    monkeypatch.setattr(reporting, "pss_bytes", lambda: taken.append(read()) or taken[-1])
+    read = metering.pss_bytes
+    monkeypatch.setattr(metering, "pss_bytes", lambda: taken.append(read()) or taken[-1])
     return taken
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from safeload.errors import CheckpointError
+from safeload.listing import list_tensors
 from safeload.placing import allocate, check_module, place
-from safeload.planning import LoadPlan, named_tensors, plan, reorder, segment_views
+from safeload.planning import LoadPlan, plan, reorder, segment_views
 
 CPU = torch.device("cpu")
 
@@ -63,8 +65,8 @@ def test_every_kind_of_tensor_arrives_bit_for_bit_on_a_meta_module():
     with torch.device("meta"):
         target = Odd()
     carry(source, target)
-    got = {item.name: item for item in named_tensors(target)}
-    for item in named_tensors(source):
+    got = {item.name: item for item in list_tensors(target)}
+    for item in list_tensors(source):
         assert got[item.name].kind == item.kind
         assert got[item.name].persistent == item.persistent
         assert got[item.name].tensor.dtype == item.tensor.dtype, item.name
@@ -156,9 +158,20 @@ def test_what_is_not_a_plan_is_refused(raw):
         LoadPlan.from_json(raw)
 
 
+@pytest.mark.parametrize("name", ["name", "strides", "same_as"])
+def test_a_plan_that_does_not_tell_all_of_every_tensor_is_refused(name):
+    fields = json.loads(plan(nn.Linear(2, 2)).to_json())
+    del fields["tensors"][name][-1]
+    with pytest.raises(CheckpointError, match=r"lists of \[1, 2\] values"):
+        LoadPlan.from_json(json.dumps(fields).encode())
+    del fields["tensors"][name]
+    with pytest.raises(CheckpointError, match=f"cannot be read: KeyError.*{name}"):
+        LoadPlan.from_json(json.dumps(fields).encode())
+
+
 def test_an_unknown_dtype_in_a_plan_is_refused():
     fields = json.loads(plan(nn.Linear(2, 2)).to_json())
-    fields["tensors"][0][2] = "float4_e2"
+    fields["tensors"]["dtype"][0] = "float4_e2"
     target = nn.Linear(2, 2)
     sent = LoadPlan.from_json(json.dumps(fields).encode())
     with pytest.raises(CheckpointError, match="float4_e2"):
@@ -171,4 +184,9 @@ def test_a_plan_is_the_same_in_json_and_in_another_order():
     order = tuple(reversed(range(len(load_plan.segments))))
     turned = reorder(load_plan, order)
     assert turned != load_plan
+    assert [segment.size_bytes for segment in turned.segments] == [
+        segment.size_bytes for segment in reversed(load_plan.segments)
+    ]
+    for moved, spec in zip(turned.tensors, load_plan.tensors, strict=True):
+        assert moved == replace(spec, segment=order.index(spec.segment) if spec.segment >= 0 else -1)
     assert reorder(turned, order) == load_plan

@@ -43,6 +43,14 @@ def test_protect_returns_the_same_object_of_a_class_with_the_same_name():
     assert type(protected()) is type(tower)
 
 
+def test_parts_that_train_in_a_tower_that_does_not_are_put_into_eval_mode():
+    tower = make_clip().eval()
+    *_, last = tower.modules()
+    last.training = True
+    protect(tower, name="clip", origin="here")
+    assert not any(part.training for part in tower.modules())
+
+
 def glances(tower: nn.Module) -> list[int]:
     """How many hooks of ours each module has."""
     return [sum(hook is _before_part for hook in part._forward_pre_hooks.values()) for part in tower.modules()]

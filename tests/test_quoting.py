@@ -125,6 +125,27 @@ def test_a_target_beside_a_way_that_is_not_installed_says_so():
     assert verdicts["safeload : sha256", 2] == "met"
 
 
+def test_each_target_is_held_to_its_own_race():
+    targets = [
+        reach.Target(way="safeload-broadcast", to="broadcast-async", most={2: 1.1}),
+        reach.Target(way="safeload-broadcast", of="peak", most={2: 2.5}),
+        reach.Target(way="safeload-broadcast", to="tensorizer-verified", most={2: 0.8}),
+        reach.Target(way="safeload-broadcast", of="returns", to="tensorizer-verified", most={2: 0.4}),
+    ]
+    pairs = reach.races(targets)
+    assert pairs == (("broadcast-async", "safeload-broadcast"), ("tensorizer-verified", "safeload-broadcast"))
+    own_s = (8.0, 1.0)  # of the same way, in either race
+    raced = [
+        _report([_measured(other, 2, (4.0,) * 3), _measured(own, 2, (seconds,) * 3)])
+        for (other, own), seconds in zip(pairs, own_s, strict=True)
+    ]
+    want = [2.0, 2.0, 0.25, 0.0625]  # it returns at a quarter
+    assert [row.ratio for row in reach.reached(raced, targets, (2,))] == want
+    assert [row.verdict for row in reach.reached(raced, targets, (2,))] == ["MISSED", "met", "met", "met"]
+    turned = reach.reached(raced[::-1], targets, (2,))
+    assert [row.ratio for row in turned] == want
+
+
 # --- the line ---
 
 

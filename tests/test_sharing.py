@@ -157,7 +157,7 @@ def _memory(folder):
     import torch.distributed as dist
 
     from safeload import load_report
-    from safeload.reporting import pss_bytes
+    from safeload.metering import pss_bytes
 
     _load(folder, device="cpu")  # what is loaded lazily is loaded
     dist.barrier()

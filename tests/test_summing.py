@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from safeload import fingerprinting
 from safeload.fingerprinting import fingerprint
 from safeload.placing import tensors_of
 from safeload.planning import plan, segment_views
@@ -18,6 +19,14 @@ def tied():
     module[2].bias = nn.Parameter(torch.empty(0, dtype=torch.float16))
     module.again = module[0].weight
     return module
+
+
+def test_nobody_can_change_the_fingerprints_that_come():
+    tensor = torch.arange(6.0)
+    before = fingerprint(tensor)
+    fingerprinting._coefficients(CPU).zero_()
+    assert fingerprint(tensor) == before
+    assert memoryview(fingerprinting._drawn()).readonly
 
 
 def test_the_fingerprints_are_those_of_the_finished_tensors():
