@@ -57,7 +57,7 @@ class Target:
 
     def __init__(self, file: OpenedFile, memory: Memory | None, start: bytearray, stopped: threading.Event) -> None:
         self.file, self.memory, self.start, self._stopped = file, memory, start, stopped
-        self._stamp = _stamp(file.fd)
+        self._opened = os.fstat(file.fd)
         self.memory_fd = None if memory is None else memory.fd
         self.decided = threading.Event()
         self.news = threading.Condition()
@@ -144,7 +144,11 @@ class Target:
 
     def has_changed(self) -> bool:
         """Whether something has written to the file since it was opened."""
-        return self._stamp != _stamp(self.file.fd)
+        now = os.fstat(self.file.fd)
+        if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+            return True
+        # A file that is renamed over, unlinked, linked or given other rights has a new ctime, and its bytes as before.
+        return now.st_ctime_ns != self._opened.st_ctime_ns and _entries_of(now) == _entries_of(self._opened)
 
     def _refuse_late(self) -> None:
         if self._stopped.is_set():  # a read that came back when nobody waited for it any more: the arena may be gone
@@ -210,6 +214,6 @@ def _punch(fd: int, keep: Sequence[tuple[int, int]], end: int) -> None:
         at = max(at, last)
 
 
-def _stamp(fd: int) -> tuple[int, int, int]:
-    info = os.fstat(fd)
-    return info.st_size, info.st_mtime_ns, info.st_ctime_ns
+def _entries_of(info: os.stat_result) -> tuple[int, ...]:
+    """Return what changes a file's ctime without a byte being written: its links, rights and owner."""
+    return info.st_nlink, info.st_mode, info.st_uid, info.st_gid

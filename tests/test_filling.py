@@ -179,3 +179,46 @@ def test_a_thread_that_is_stuck_writes_to_what_it_was_given_or_nowhere(reading, 
     assert all(os.fstat(other).st_size == 0 for other in others)
     for other in others:
         os.close(other)
+
+
+def _replaced(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[::-1])
+    os.replace(other, path)
+
+
+def _written_in_place(path):
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"?")
+
+
+def _written_and_dated_back(path):
+    before = path.stat()
+    _written_in_place(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("what", "is_harmless"),
+    [
+        (_replaced, True),
+        (os.unlink, True),
+        (lambda path: path.chmod(0o400), True),
+        (lambda path: os.link(path, path.with_name("twin")), True),
+        (_written_in_place, False),
+        (_written_and_dated_back, False),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), False),
+    ],
+)
+def test_a_mapped_file_may_change_its_name_and_rights_while_it_is_read_but_no_byte(folder, what, is_harmless):
+    with ExitStack() as kept:
+        opened = kept.enter_context(open_checkpoint(resolve(folder), NOTHING, memory="mapped"))
+        reads = kept.enter_context(Filling(opened))
+        time.sleep(0.02)  # a tick of the clock that files are dated by
+        what(folder / "model.safetensors")
+        if is_harmless:
+            kept.enter_context(reads.finish())
+        else:
+            with pytest.raises(SourceError, match=r"changed while|shrank"):
+                reads.finish()
