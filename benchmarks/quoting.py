@@ -16,7 +16,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,25 @@ def _lines_of_reach(kept: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {NAMES[way]} | {seconds} | {memory} |"
     for way, reason in kept["left_out"].items():
         yield f"| {NAMES.get(way, way)} | not measured: {reason} |{' |' * (2 * len(ranks) - 1)}"
+    yield ""
+    yield from _lines_of_targets(kept["reach"], ranks)
+
+
+def _lines_of_targets(reach: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> Iterator[str]:
+    """Say what each target was held to, in a race of two: a ratio, and the most that it was to be."""
+    rows = {(row["what"], row["ranks"]): row for row in reach}
+    yield "| what : beside what, by the ways' names in `safeload bench` |" + "".join(
+        f" {n} ranks | at most |" for n in ranks
+    )
+    yield "| --- |" + " --- |" * (2 * len(ranks))
+    for what in dict.fromkeys(row["what"] for row in reach):
+        cells = []
+        for count in ranks:
+            row = rows.get((what, count))
+            ratio = "" if row is None else "not measured" if row["ratio"] is None else f"{row['ratio']:.2f}"
+            missed = row is not None and row["ratio"] is not None and row["verdict"] != "met"
+            cells += [f"{ratio}, missed" if missed else ratio, "" if row is None else f"{row['most']:.2f}"]
+        yield f"| {what} | {' | '.join(cells)} |"
 
 
 def _lines_of_linear(kept: Mapping[str, Any]) -> Iterator[str]:

@@ -55,14 +55,19 @@ def bench_table(report: BenchReport) -> str:
     return text.getvalue()
 
 
-def require_plots() -> None:
-    """Make sure that pictures can be drawn, before what is to be drawn is measured.
+def require_plots(path: Path) -> None:
+    """Make sure that a picture can be drawn, before what is to be drawn is measured.
+
+    Args:
+        path: Where it is to go.
 
     Raises:
-        SafeLoadError: matplotlib is not installed.
+        SafeLoadError: matplotlib is not installed, there is no such folder, or the name is not that of a PNG.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise SafeLoadError("plots need matplotlib: pip install matplotlib")
+    if path.suffix.lower() != ".png" or not path.parent.is_dir():
+        raise SafeLoadError(f"{path}: expected the name of a PNG, in a folder that there is")
 
 
 def bench_picture(report: BenchReport, path: Path) -> None:
@@ -73,9 +78,9 @@ def bench_picture(report: BenchReport, path: Path) -> None:
         path: Where the PNG goes.
 
     Raises:
-        SafeLoadError: matplotlib is not installed.
+        SafeLoadError: As `require_plots`.
     """
-    require_plots()
+    require_plots(path)
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import mmap
 import os
 import sys
 import threading
 import time
+import types
+import unittest.mock
 
 import pytest
 import torch
@@ -199,6 +202,41 @@ def test_a_way_that_loads_other_values_is_no_yardstick(tmp_path):
         next(module.parameters()).view(-1)[0] += 1
     with pytest.raises(SafeLoadError, match=r"mine: .*is not what from_pretrained gives"):
         racing._compare("mine", module, model_class, folder)
+
+
+# --- asked before anything is measured ---
+
+
+def _refused(options):
+    from safeload.cli import main
+
+    with unittest.mock.patch("safeload.making.make_tower", side_effect=AssertionError("made before it was asked")):
+        return main(["bench", *options])
+
+
+@pytest.mark.parametrize("plot", ["/no/such/folder/x.png", "picture.xyz"])
+def test_a_picture_that_cannot_be_drawn_is_told_first(plot, capsys):
+    assert _refused(["--plot", plot]) != 0
+    assert plot in capsys.readouterr().err
+
+
+def test_no_matplotlib_and_no_such_way_are_told_first(monkeypatch, capsys):
+    assert _refused(["--against", "telepathy"]) != 0
+    assert "telepathy" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _refused(["--plot", "x.png"]) != 0
+    assert "matplotlib" in capsys.readouterr().err
+
+
+def test_a_repository_is_measured_where_the_client_keeps_it(monkeypatch, tmp_path):
+    from safeload.commands import bench as command
+
+    folder = clip_folder(tmp_path / "tower")
+    found = types.SimpleNamespace(folder=folder)
+    monkeypatch.setattr("safeload.resolving.resolve", lambda name: {"openai/clip": found}[name])
+    args = types.SimpleNamespace(tower="openai/clip", size="0.3B")
+    assert command._folder_of(args, tmp_path) == folder
+    assert command._folder_of(types.SimpleNamespace(tower=str(folder)), tmp_path) == folder
 
 
 # --- cold files ---

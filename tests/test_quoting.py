@@ -86,8 +86,17 @@ def test_a_quote_that_is_not_what_was_found_is_told_and_written(quoted, capsys):
 
 def test_each_row_has_as_many_cells_as_the_heading(quoted):
     _quote(quoted, "--write")
-    cells = {line.count("|") for line in quoted.read_text().splitlines() if line.startswith("|")}
-    assert cells == {6}
+    ways, _, targets = quoted.read_text().partition("| what : beside what")
+    for table in (ways, f"| what : beside what{targets}"):
+        assert {line.count("|") for line in table.splitlines() if line.startswith("|")} == {6}
+
+
+def test_targets_are_quoted_with_what_they_were_held_to(quoted):
+    _quote(quoted, "--write")
+    lines = quoted.read_text().splitlines()
+    assert "| safeload : sha256 | 1.00 | 1.35 | 1.00 | 1.50 |" in lines
+    assert "| safeload-known : sha256 | 1.00, missed | 0.50 | 1.00, missed | 0.50 |" in lines
+    assert "| safeload-known : from_pretrained |  |  | 1.00, missed | 0.85 |" in lines
 
 
 def test_every_way_that_reach_measures_can_be_quoted():

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     by_name = args.against is not None and chosen != (_ALL,)
     choose_ways(WAYS if chosen == (_ALL,) else chosen, optional=not by_name)  # before anything is made or measured
     if args.plot:
-        require_plots()
+        require_plots(Path(args.plot))
     with tempfile.TemporaryDirectory(prefix="safeload-bench-") as temporary:
         work = Path(args.work or temporary)
         folder = _folder_of(args, work)
