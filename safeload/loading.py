@@ -116,9 +116,11 @@ def safe_from_pretrained(
             nothing can end, is left behind as a daemon with what it uses until the read returns.
         verify: "auto" compares with the best expected digest there is and warns where there is none; "strict" refuses
             without one; "off" compares nothing (the bytes are hashed all the same).
-        verdict: "load" returns when the bytes have been verified; "first_use" returns when the tensors are in place,
-            and verification goes on behind: the tower's first use (forward, state dict, unfreeze, check, pickle) waits
-            for it, and raises there, on every rank, what "load" would have raised.
+        verdict: "load" returns when the bytes have been verified; "first_use" returns when the tensors are in place, at
+            once where the file is mapped as it is, else when they have been copied, cast or received, and verification
+            goes on behind. The first use of the tower or of a part of it (forward, state dict, copy, pickle, unfreeze,
+            check, restore), and a fork, waits for it, and raises there, on every rank, what "load" would have raised.
+            Code that reads a parameter's values by itself is not waited for: it sees bytes that are not verified yet.
         chunk_digests: With memory="mapped": whether a verified load leaves the digests of the files' chunks in a
             private folder of this user, so that later loads that expect the same sha256 are compared on all cores.
             None does where the manifest is not pinned. `safeload.chunking` says what that rests on.
