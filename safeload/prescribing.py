@@ -35,8 +35,8 @@ class ConfigRule:
     """One way to go wrong.
 
     `setting` is the line to change (of `TrainingSetup.locate`), `values` what it should say by dialect; none where the
-    code is to change, not the file. `instead` is what to do otherwise. `by_version` says what `{by_version}` stands for in
-    `consequence` with that version of FSDP, and nothing with another. `prevented`: not with safe_from_pretrained.
+    code is to change, not the file. `instead` is what to do otherwise. `by_version` is what `{by_version}` means in
+    `consequence` with a version of FSDP; nothing where it is not named. `prevented`: not with safe_from_pretrained.
     """
 
     id: str

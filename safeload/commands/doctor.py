@@ -20,8 +20,8 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
     """
     text = (
         "Reads an Accelerate config, TrainingArguments as JSON or YAML, or a DeepSpeed JSON, and names what will go"
-        " wrong with a frozen tower or with mixed precision, and the line to change. Runs nothing of it. Exit status 1 where there"
-        " is an error; warnings alone are 0."
+        " wrong with a frozen tower or with mixed precision, and the line to change. Runs nothing of it. Exit status 1"
+        " where there is an error; warnings alone are 0."
     )
     parser = subparsers.add_parser("doctor", help="what a training's configuration will do wrong", description=text)
     parser.add_argument("config", metavar="TRAINING_CONFIG", help="the file that training is started with")
