@@ -152,7 +152,7 @@ def read_file(path: Path, dialect: Dialect | None = None) -> ConfigFile:
     Raises:
         SourceError: Not found, not readable, or of no dialect that is known.
     """
-    looked_for = "an Accelerate YAML, TrainingArguments as JSON, or a DeepSpeed JSON"
+    looked_for = "an Accelerate YAML, TrainingArguments as JSON or YAML, or a DeepSpeed JSON"
     try:
         with path.open("rb") as stream:
             raw = stream.read(_MOST_BYTES + 1)
@@ -161,6 +161,8 @@ def read_file(path: Path, dialect: Dialect | None = None) -> ConfigFile:
         text = raw.decode("utf-8-sig")
         # JSON with tabs is not YAML, and YAML is not JSON
         values = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise SourceError(f"{path}: no such file", path=str(path), looked_for=looked_for) from error
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise SourceError(f"{path} could not be read as {looked_for}: {error}", path=str(path)) from error
     found = dialect or (_dialect(values) if isinstance(values, dict) else None)

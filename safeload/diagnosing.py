@@ -87,7 +87,11 @@ def _finding(rule: ConfigRule, setup: TrainingSetup, model: ModelFacts | None) -
     return ConfigFinding(
         rule=rule.id,
         severity=rule.severity,
-        consequence=rule.consequence.format(model=model.name if model else "the model", setup=setup),
+        consequence=rule.consequence.format(
+            model=model.name if model else "the model",
+            setup=setup,
+            by_version=rule.by_version.get(setup.fsdp_version, ""),
+        ),
         path=place.path,
         line=place.line,
         change=change,

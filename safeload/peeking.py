@@ -17,6 +17,7 @@ from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
 from safeload.errors import SourceError
 from safeload.headers import parse_header, parse_header_size
+from safeload.hubs import is_repo_id
 
 __all__ = ["ModelFacts", "read_model"]
 
@@ -55,6 +56,8 @@ def read_model(path_or_repo: str) -> ModelFacts:
     path = Path(path_or_repo)
     if path.exists():
         return _read_local(path)
+    if not is_repo_id(path_or_repo):
+        raise SourceError(f"{path_or_repo}: no such folder or file", path=path_or_repo)
     try:
         counts = get_safetensors_metadata(path_or_repo).parameter_count
         config = json.loads(Path(hf_hub_download(path_or_repo, "config.json")).read_text())

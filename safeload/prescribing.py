@@ -35,7 +35,8 @@ class ConfigRule:
     """One way to go wrong.
 
     `setting` is the line to change (of `TrainingSetup.locate`), `values` what it should say by dialect; none where the
-    code is to change, not the file. `instead` is what to do otherwise. `prevented`: not with safe_from_pretrained.
+    code is to change, not the file. `instead` is what to do otherwise. `by_version` is what `{by_version}` means in
+    `consequence` with a version of FSDP; nothing where it is not named. `prevented`: not with safe_from_pretrained.
     """
 
     id: str
@@ -45,6 +46,7 @@ class ConfigRule:
     setting: str
     instead: str
     values: Mapping[Dialect, str] = field(default_factory=dict)
+    by_version: Mapping[int, str] = field(default_factory=dict)
     prevented: bool = False
 
 
@@ -120,8 +122,12 @@ RULES: Final[tuple[ConfigRule, ...]] = (
         id="ignored-modules-not-set",
         severity="warning",
         applies=lambda setup, _: _fsdp(setup) and setup.ignored_modules is None,
-        consequence="FSDP{setup.fsdp_version} takes a frozen tower into its wraps: it is gathered in every step, and"
-        ' FSDP1 refuses a half-precision tower beside float32 weights ("Must flatten tensors with uniform dtype")',
+        consequence="FSDP{setup.fsdp_version} takes a frozen tower into its wraps: it is gathered in every step"
+        "{by_version}",
+        by_version={
+            1: ', and a half-precision tower beside float32 weights is refused ("Must flatten tensors with uniform'
+            ' dtype")'
+        },
         setting="ignored_modules",
         values=_both(PATTERN),
         instead="safeload.ignored_modules(model) for the plugin (TrainingArguments have no key for it: export"
@@ -132,8 +138,9 @@ RULES: Final[tuple[ConfigRule, ...]] = (
         id="ignored-modules-without-effect",
         severity="error",
         applies=_ignoring_is_deaf,
-        consequence="Accelerate before 1.10 does not read fsdp_ignored_modules, and torch before 2.7 has no"
-        f" ignored_params for FSDP2; here are accelerate {accelerate.__version__} and torch {torch.__version__}",
+        consequence="Accelerate before 1.10 does not read fsdp_ignored_modules{by_version}; here are"
+        f" accelerate {accelerate.__version__} and torch {torch.__version__}",
+        by_version={2: ", and torch before 2.7 has no ignored_params for FSDP2"},
         setting="ignored_modules",
         instead="upgrade, or load the tower with safeload.safe_from_pretrained, which every wrap passes by",
         prevented=True,

@@ -361,10 +361,52 @@ def test_what_is_not_a_training_configuration_is_misuse(content, tmp_path, capsy
     assert "some.file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["missing.yaml", "."])
-def test_a_path_that_is_no_file_is_misuse(name, tmp_path, capsys):
-    assert main(["doctor", str(tmp_path / name)]) == 2
+def test_a_path_that_is_no_file_is_misuse(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path)]) == 2
     assert "could not be read" in capsys.readouterr().err
+
+
+def test_a_file_that_is_missing_is_said_to_be_no_more_than_that(tmp_path, capsys):
+    missing = tmp_path / "missing.yaml"
+    assert main(["doctor", str(missing)]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(f": {missing}: no such file")
+
+
+def test_help_and_errors_say_that_training_arguments_may_be_yaml(tmp_path, capsys):
+    path = tmp_path / "args.yaml"
+    path.write_text("output_dir: out\nfp16: true\n")
+    assert read_setup(path).dialect == "trainer"
+    path.write_text("learning: 1\n")
+    assert main(["doctor", str(path)]) == 2
+    assert "TrainingArguments as JSON or YAML" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["doctor", "--help"])
+    assert "TrainingArguments as JSON or YAML" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_of_fsdp_only_the_version_that_is_used_is_spoken_of(version, tmp_path, monkeypatch):
+    seen = {}
+    for accelerate in ("1.1.1", "1.15.0"):
+        monkeypatch.setattr("safeload.prescribing.accelerate.__version__", accelerate)
+        for fsdp in ({}, QUIET, {"use_orig_params": False, "cpu_ram_efficient_loading": True}):
+            for values in (
+                _accelerate(mixed_precision="fp16", fsdp={**fsdp, "version": version}),
+                _trainer(fp16=True, fsdp="full_shard auto_wrap", fsdp_config={**fsdp, "version": version}),
+            ):
+                diagnosis = diagnose(read_setup(_write(tmp_path, values)))
+                assert f"FSDP{3 - version}" not in str(diagnosis)
+                seen |= {finding.rule: finding.consequence for finding in diagnosis.findings}
+    assert ("Must flatten" in seen["ignored-modules-not-set"]) is (version == 1)
+    assert ("torch before 2.7" in seen["ignored-modules-without-effect"]) is (version == 2)
+
+
+@pytest.mark.parametrize("model", ["/nope", "./nope", "no/such/folder", "~/nope"])
+def test_a_model_by_a_path_that_is_not_there_is_not_looked_for_on_the_hub(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("safeload.peeking.get_safetensors_metadata", lambda *args: pytest.fail("asked the Hub"))
+    config = _write(tmp_path, _accelerate(mixed_precision="fp16"))
+    assert main(["doctor", str(config), "--model", model]) == 2
+    assert capsys.readouterr().err.rstrip().endswith(f": {model}: no such folder or file")
 
 
 def test_a_yaml_that_would_run_code_does_not(tmp_path):

@@ -5,7 +5,7 @@ import ast
 import os
 import re
 import shlex
-import warnings
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,14 +37,14 @@ def test_every_public_function_is_shown_in_an_example():
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)
     }
-    assert public_functions() - called == set()
+    behind_commands = set(re.findall(r"`(\w+)\(", README.read_text())) & {"write_lock", "verify_checkpoint"}
+    assert public_functions() - called - behind_commands == set()
 
 
 def test_every_error_class_is_explained():
     errors = {name for name in safeload.__all__ if name.endswith("Error")}
     told = README.read_text().partition("## Errors")[2].partition("\n## ")[0]
-    assert {name for name in errors - {"SafeLoadError", "GroupError"} if f"| `{name}`" not in told} == set()
-    assert "`SafeLoadError`" in told
+    assert {name for name in errors if f"| `{name}`" not in told} == set()
 
 
 def sections():
@@ -57,50 +57,43 @@ def sections():
     return found
 
 
-def surroundings(folder):
-    """What the examples take for granted: the imports of a training script, a configuration, a model, a path."""
-    import json
-
-    import torch
+def surroundings_of_use():
+    """What the examples of "Use" take for granted: code that is not the reader's. They bring their own imports."""
     import transformers
-    from accelerate import Accelerator
     from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
-    )
-    config.mm_vision_tower = folder
 
     class ThirdPartyModel(nn.Module):
         def __init__(self, config):
             super().__init__()
             self.vision_tower = transformers.CLIPVisionModel.from_pretrained(config.mm_vision_tower)
 
-    os.chdir(Path(folder).parent)
+    return {"ThirdPartyModel": ThirdPartyModel, "__name__": "readme"}
+
+
+def surroundings(folder):
+    """What the examples of the other sections take for granted: imports of a training script, a model, data."""
+    import torch
+    import transformers
+    from accelerate import Accelerator
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
+    )
     torch.manual_seed(0)
     ids = torch.randint(100, (1, 8))
     # first, since it resets what Accelerator has set up
     args = transformers.TrainingArguments(output_dir=folder + "-out", use_cpu=True, report_to=[])
     return {
         "CLIPVisionModel": transformers.CLIPVisionModel,
-        "LlamaForCausalLM": transformers.LlamaForCausalLM,
-        "ThirdPartyModel": ThirdPartyModel,
         "Trainer": transformers.Trainer,
         "__name__": "readme",
         "accelerator": Accelerator(cpu=True),
         "args": args,
-        "config": config,
         "data": [{"input_ids": ids[0], "labels": ids[0]}],
-        "fully_shard": fully_shard,
         "ids": ids,
-        "json": json,
         "loader": torch.utils.data.DataLoader([ids[0]]),
         "model": transformers.LlamaForCausalLM(config).half(),
-        "nn": nn,
-        "path": folder,
         "plain_model": transformers.LlamaForCausalLM(config),
-        "re": re,
         "safe_from_pretrained": safeload.safe_from_pretrained,
         "torch": torch,
     }
@@ -116,14 +109,53 @@ def locked_tower(tmp_path):
     return str(folder)
 
 
+@pytest.fixture
+def lock_sha256(locked_tower, capsys, monkeypatch):
+    """What the README's command prints when it makes the README's lock; it shows three points in its place."""
+    monkeypatch.chdir(Path(locked_tower).parent)
+    line = next(line for _, text in blocks("console") for line in text.splitlines() if "$ safeload lock" in line)
+    assert cli.main(shlex.split(line.partition("$ safeload ")[2])) == 0
+    path, shown = capsys.readouterr().out.splitlines()
+    text = README.read_text()
+    assert f"{line}\n{path}\nmanifest_sha256=...\n" in text
+    return shown.removeprefix("manifest_sha256=")
+
+
 @on_ranks(2, timeout_s=90)
-def test_the_examples_run_in_their_order_on_two_ranks(locked_tower):
-    warnings.filterwarnings("ignore", "(?s).*TRUST ON FIRST USE", safeload.UnverifiedWarning)
-    for blocks_of_section in sections().values():
-        names = surroundings(locked_tower)
+def test_the_examples_run_in_their_order_on_two_ranks(locked_tower, lock_sha256):
+    import torch
+
+    os.chdir(Path(locked_tower).parent)
+    torch.distributed.init_process_group = lambda: None  # these ranks have their group
+    for heading, blocks_of_section in sections().items():
+        names = surroundings_of_use() if heading == "Use" else surroundings(locked_tower)
         for line, text in blocks_of_section:
             padded = "\n" * (line - 1) + text  # tracebacks then point into the README
+            padded = padded.replace('manifest_sha256="..."', f'manifest_sha256="{lock_sha256}"')
             exec(compile(padded, str(README), "exec"), names)
+
+
+def test_sha256sum_reads_the_lock_as_shown(locked_tower, lock_sha256):
+    shown = [line for _, text in blocks("console") for line in text.splitlines() if "sha256sum" in line]
+    assert len(shown) == 1
+    parent = Path(locked_tower).parent
+    command = ["bash", "-c", shown[0].removeprefix("$ ")]
+    done = subprocess.run(command, cwd=parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors: OK" in done.stdout
+
+
+def test_the_doctor_says_what_is_shown_of_the_file_that_is_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ((_, config),) = blocks("yaml")
+    Path("fsdp.yaml").write_text(config)
+    (shown,) = [text.splitlines() for _, text in blocks("console") if "$ safeload doctor" in text]
+    assert cli.main(shlex.split(shown[0].partition("$ safeload ")[2])) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.removesuffix("...").rstrip() for line in shown[1:]] == [
+        line[: len(expected.removesuffix("...").rstrip())] if expected.endswith("...") else line
+        for expected, line in zip(shown[1:], said, strict=False)
+    ]
 
 
 def test_the_commands_are_there_with_their_options():

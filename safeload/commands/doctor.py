@@ -19,9 +19,9 @@ def add_parser(subparsers: Subparsers) -> argparse.ArgumentParser:
         The command's parser.
     """
     text = (
-        "Reads an Accelerate config, TrainingArguments as JSON, or a DeepSpeed JSON, and names what will go wrong with"
-        " a frozen tower or with mixed precision, and the line to change. Runs nothing of it. Exit status 1 where there"
-        " is an error; warnings alone are 0."
+        "Reads an Accelerate config, TrainingArguments as JSON or YAML, or a DeepSpeed JSON, and names what will go"
+        " wrong with a frozen tower or with mixed precision, and the line to change. Runs nothing of it. Exit status 1"
+        " where there is an error; warnings alone are 0."
     )
     parser = subparsers.add_parser("doctor", help="what a training's configuration will do wrong", description=text)
     parser.add_argument("config", metavar="TRAINING_CONFIG", help="the file that training is started with")
