@@ -64,10 +64,10 @@ def require_plots(path: Path) -> None:
     Raises:
         SafeLoadError: matplotlib is not installed, there is no such folder, or the name is not that of a PNG.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SafeLoadError("plots need matplotlib: pip install matplotlib")
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
         raise SafeLoadError(f"{path}: expected the name of a PNG, in a folder that there is")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SafeLoadError("plots need matplotlib: pip install matplotlib")
 
 
 def bench_picture(report: BenchReport, path: Path) -> None:

@@ -132,6 +132,7 @@ def test_the_command_leaves_out_what_nobody_asked_for_by_name(monkeypatch, tmp_p
         raise SafeLoadError("far enough")
 
     monkeypatch.setattr(benching, "bench", stand_in)
+    monkeypatch.setitem(PEERS, "runai", Peer(load=PEERS["runai"].load, needs=("json", "json")))  # installed anywhere
     for options in ((), ("--against", "all"), ("--against", "runai,safeload")):
         assert main(["bench", "--tower", str(tmp_path), *options]) == 1
     assert "tensorizer-verified" in asked[0][0]
