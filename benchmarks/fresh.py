@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from safeload.gauging import machine, versions
+from safeload.gauging import machine, versions, write_all
 
 RESULTS = Path(__file__).parent / "results"
 STEP_BYTES = 4 << 20
@@ -47,25 +47,23 @@ class Filled:
         return statistics.median(self.seconds) / self.gigabytes
 
 
-def fill_sealed(size_bytes: int) -> float:
+def time_sealed(size_bytes: int) -> float:
     """Return the seconds that it takes to write so many bytes to a new memfd.
 
     Args:
         size_bytes: A multiple of 4 MiB.
     """
-    data = os.urandom(STEP_BYTES)
+    data = memoryview(os.urandom(STEP_BYTES))
     fd = os.memfd_create("fresh")
     try:
-        os.ftruncate(fd, size_bytes)
         start = time.perf_counter()
-        for offset in range(0, size_bytes, STEP_BYTES):
-            os.pwrite(fd, data, offset)
+        write_all(fd, data, size_bytes)
         return time.perf_counter() - start
     finally:
         os.close(fd)
 
 
-def fill_private(size_bytes: int) -> float:
+def time_private(size_bytes: int) -> float:
     """Return the seconds that it takes to copy so many bytes into a new anonymous mapping.
 
     Args:
@@ -79,7 +77,7 @@ def fill_private(size_bytes: int) -> float:
         return time.perf_counter() - start
 
 
-KINDS: dict[str, Callable[[int], float]] = {"sealed": fill_sealed, "private": fill_private}
+KINDS: dict[str, Callable[[int], float]] = {"sealed": time_sealed, "private": time_private}
 
 
 def measure(sizes: list[int], pauses: list[float], rounds: int) -> list[Filled]:
@@ -91,13 +89,13 @@ def measure(sizes: list[int], pauses: list[float], rounds: int) -> list[Filled]:
         rounds: Of all sizes in turn; one more goes before the first, and is not kept.
     """
     found = []
-    for kind, fill in KINDS.items():
+    for kind, timed in KINDS.items():
         for pause_s in pauses:
             seconds: dict[int, list[float]] = {size: [] for size in sizes}
             for _ in range(rounds + 1):
                 for size in sizes:
                     time.sleep(pause_s)
-                    seconds[size].append(fill(size * 10**9 // STEP_BYTES * STEP_BYTES))
+                    seconds[size].append(timed(size * 10**9 // STEP_BYTES * STEP_BYTES))
             found += [
                 Filled(kind=kind, gigabytes=size, pause_s=pause_s, seconds=tuple(seconds[size][1:])) for size in sizes
             ]

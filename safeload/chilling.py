@@ -14,6 +14,8 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
+from safeload.advising import libc
+
 __all__ = ["drop", "read_anew", "resident_share"]
 
 _READ_BYTES: Final = 4 << 20
@@ -84,12 +86,11 @@ def _mincore(path: str) -> bytes | None:
     size_bytes = os.stat(path).st_size
     if not size_bytes:
         return b""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "mincore"):
+    if not hasattr(libc(), "mincore"):
         return None
     flags = bytes(-(-size_bytes // mmap.PAGESIZE))
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         start = ctypes.c_char.from_buffer(mapped)
-        answer = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size_bytes), flags)
+        answer = libc().mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size_bytes), flags)
         del start  # a mapping with a reference into it can not be closed
     return flags if answer == 0 else None

@@ -15,7 +15,7 @@ import torch
 
 from safeload.spawning import run_ranks
 
-__all__ = ["limits_s", "machine", "send_between_two", "versions"]
+__all__ = ["limits_s", "machine", "send_between_two", "versions", "write_all"]
 
 _SAMPLE_BYTES: Final = 256 * 1024**2
 _WRITE_BYTES: Final = 4 * 1024**2
@@ -66,12 +66,24 @@ def limits_s(size_bytes: int, *, sample_bytes: int = _SAMPLE_BYTES) -> dict[str,
 def _fill_memory(raw: memoryview) -> None:
     fd = os.memfd_create("bench")
     try:
-        os.ftruncate(fd, len(raw))
-        at = 0
-        while at < len(raw):
-            at += os.pwrite(fd, raw[at : at + _WRITE_BYTES], at)
+        write_all(fd, raw, len(raw))
     finally:
         os.close(fd)
+
+
+def write_all(fd: int, data: memoryview, size_bytes: int) -> None:
+    """Write to memory from its beginning on, 4 MiB at a time.
+
+    Args:
+        fd: The memory.
+        data: What to write, again and again.
+        size_bytes: How much in all.
+    """
+    os.ftruncate(fd, size_bytes)
+    at = 0
+    while at < size_bytes:
+        begin = at % len(data)
+        at += os.pwrite(fd, data[begin : begin + min(_WRITE_BYTES, size_bytes - at)], at)
 
 
 def _timed(run: Callable[[], object]) -> float:

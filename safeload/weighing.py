@@ -7,7 +7,6 @@ before it has freed: `let_malloc_map` once, before any, and `give_back_memory` b
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import mmap
 import time
@@ -17,6 +16,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from safeload.advising import libc
 from safeload.metering import MemoryMeter, pss_bytes
 
 __all__ = ["give_back_memory", "let_malloc_map", "time_once", "weigh_once"]
@@ -39,9 +39,8 @@ def let_malloc_map() -> None:
     Ranks: local.
     """
     with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc().mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        libc().mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def give_back_memory() -> None:
@@ -53,7 +52,7 @@ def give_back_memory() -> None:
 
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        libc().malloc_trim(0)
     dist.barrier()
 
 
